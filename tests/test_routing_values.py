@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mhc_inductor.routing.graph.expressions import step, whole
+from mhc_inductor.routing.graph.known_calls import KnownCalls
 from mhc_inductor.routing.graph.values import Values, example, tensors_in
 from tests.capture import difference, eager, reasons, run
 
@@ -15,7 +16,7 @@ def _values(fn, *inputs):
     found = {}
 
     def backend(gm, _):
-        found["graph"], found["values"] = gm.graph, Values(gm.graph, {}, {}, lambda node: False)
+        found["graph"], found["values"] = gm.graph, Values(gm.graph, {}, KnownCalls("template"), lambda node: False)
         return gm.forward
 
     torch._dynamo.reset()
@@ -56,7 +57,7 @@ def _graph(fn, *inputs, dynamic=False, writes=lambda node: False):
         )
 
     def backend(gm, _):
-        values = Values(gm.graph, {}, {}, writes)
+        values = Values(gm.graph, {}, KnownCalls("template"), writes)
         fakes = [t for node in gm.graph.nodes for t in tensors_in(example(node))]
         env = next((t.fake_mode.shape_env for t in fakes if hasattr(t, "fake_mode")), None)
         before = state(env)
@@ -142,7 +143,7 @@ def test_a_call_that_raises_is_opaque_and_the_rest_is_not():
         first = next(node for node in gm.graph.nodes if node.op == "call_function")
         broken = list(first.args)
         first.args = (broken[0], "two")
-        values = Values(gm.graph, {}, {}, lambda node: False)
+        values = Values(gm.graph, {}, KnownCalls("template"), lambda node: False)
         found["values"] = [values.of(node).func for node in gm.graph.nodes if node.op.startswith("call")]
         first.args = tuple(broken)
         return gm.forward

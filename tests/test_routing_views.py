@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten, chain, step, whole
 from mhc_inductor.routing.graph.index import Index, Part, Var, const
+from mhc_inductor.routing.graph.known_calls import KnownCalls
 from mhc_inductor.routing.graph.values import Value, Values
 
 CASES = 60
@@ -334,7 +335,7 @@ def values_of(
         out = graph.call_function(fn, ([*nodes], *rest) if listed else (*nodes, *rest))
         fakes = [n.meta["example_value"] for n in nodes]
         out.meta["example_value"] = fn(fakes, *rest) if listed else fn(*fakes, *rest)
-    values = Values(graph, {}, {}, lambda node: False)
+    values = Values(graph, {}, KnownCalls("template"), lambda node: False)
     made = values.of(out)
     return list(made) if isinstance(made, tuple) else [made], {
         values.of(n): t for n, t in zip(nodes, given, strict=True)
