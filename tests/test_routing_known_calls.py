@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.testing._internal.two_tensor import TwoTensor
 
 from mhc_inductor import compat
 from mhc_inductor.routing.effects import ambient
@@ -93,16 +92,6 @@ def test_other_sizes_dtypes_and_layouts_are_other_calls(monkeypatch: pytest.Monk
         with _counted(monkeypatch) as asked:
             _analysed(_block, *inputs)
         assert asked
-
-
-def test_a_tensor_of_another_class_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quantised weight looks like a plain one in shape, dtype and device, and a call on it does something else."""
-    x, w, other = torch.randn(2, 4), torch.randn(3, 4), torch.randn(3, 4)
-    with _counted(monkeypatch) as plain:
-        _analysed(F.linear, x, w)
-    with _counted(monkeypatch) as asked:
-        _analysed(F.linear, x, TwoTensor(w, other))
-    assert len(asked) == len(plain) == 2
 
 
 def _zeros(x: Tensor) -> Tensor:
