@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.testing._internal.two_tensor import TwoTensor
 
-from mhc_inductor import compat
+from mhc_inductor import backend, compat
+from mhc_inductor.options import RoutingOptions
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph import known_calls
 from mhc_inductor.routing.graph.known_calls import KnownCalls
@@ -32,12 +34,12 @@ def _captured(fn: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) ->
     """Returns Dynamo's graph of ``fn``."""
     seen: list[fx.GraphModule] = []
 
-    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def keep(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         seen.append(gm)
         return gm.forward
 
     torch._dynamo.reset()
-    torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
+    torch.compile(fn, backend=keep, dynamic=dynamic)(*inputs)
     return seen[0]
 
 
@@ -92,6 +94,17 @@ def test_other_sizes_dtypes_and_layouts_are_other_calls(monkeypatch: pytest.Monk
         with _counted(monkeypatch) as asked:
             _analysed(_block, *inputs)
         assert asked
+
+
+def test_the_backend_forgets_plain_calls_where_a_tensor_is_of_another_class() -> None:
+    """A quantised weight looks like a plain one in shape, dtype and device, and a call on it does something else."""
+    x, w = torch.randn(2, 4), torch.randn(3, 4)
+    _analysed(F.linear, x, w)
+    before = set(known_calls._LASTING)
+    backend._route(_captured(F.linear, x, w), RoutingOptions())
+    assert before and before <= set(known_calls._LASTING)
+    backend._route(_captured(F.linear, x, TwoTensor(w, torch.randn(3, 4))), RoutingOptions())
+    assert before.isdisjoint(known_calls._LASTING)
 
 
 def _zeros(x: Tensor) -> Tensor:
