@@ -11,10 +11,13 @@ import sys
 
 import pytest
 import torch
+from offline import part
 
 from tests.each_commit import COMMIT
 
 TESTS = pathlib.Path(__file__).parent
+KEPT = ("few", "e79", "selection", "selection_pieces", "selection_join", "index_backward")
+"""Kernels that each commit interprets: they take seconds."""
 BF16_DOT = """
 import sys; sys.path.insert(0, {tests!r})
 import torch, triton, triton.language as tl
@@ -51,22 +54,25 @@ def test_bf16_dot_is_fixed(tmp_path):
 @pytest.mark.parametrize(
     # of selection's tests, the part that conftest.some keeps for the interpreter
     ("operator", "least"),
-    [
-        pytest.param("mhc", 100, marks=pytest.mark.whole),
-        ("few", 6),
-        pytest.param("single_pass", 75, marks=pytest.mark.whole),
-        ("e79", 40),
-        ("selection", 75),
-        ("selection_pieces", 24),
-        pytest.param("selection_gather", 50, marks=pytest.mark.whole),
-        pytest.param("selection_backward", 80, marks=pytest.mark.whole),
-        pytest.param("selection_lists", 40, marks=pytest.mark.whole),
-        pytest.param("selection_masks", 80, marks=pytest.mark.whole),
-        ("selection_join", 40),
-        pytest.param("index", 85, marks=pytest.mark.whole),
-        ("index_backward", 28),
-        pytest.param("index_loss", 90, marks=pytest.mark.whole),
-    ],
+    part(
+        [
+            ("mhc", 100),
+            ("few", 6),
+            ("single_pass", 75),
+            ("e79", 40),
+            ("selection", 75),
+            ("selection_pieces", 24),
+            ("selection_gather", 50),
+            ("selection_backward", 80),
+            ("selection_lists", 40),
+            ("selection_masks", 80),
+            ("selection_join", 40),
+            ("index", 85),
+            ("index_backward", 28),
+            ("index_loss", 90),
+        ],
+        lambda operator, _: operator in KEPT,
+    ),
 )
 def test_kernels_under_the_interpreter(operator, least):
     options = ("-p", "no:cacheprovider", "-vv", "--durations=0", "--durations-min=0")  # tests/counting.py reads them

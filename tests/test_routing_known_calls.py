@@ -22,7 +22,8 @@ from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph import known_calls
 from mhc_inductor.routing.graph.known_calls import KnownCalls
 from mhc_inductor.routing.graph.view import Knowledge, View
-from tests.capture import run
+from mhc_inductor.routing.report import Report
+from tests.capture import interpreted, run
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +34,8 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def _captured(fn: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> fx.GraphModule:
     """Returns Dynamo's graph of ``fn``."""
     seen: list[fx.GraphModule] = []
-
-    def keep(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        seen.append(gm)
-        return gm.forward
-
     torch._dynamo.reset()
-    torch.compile(fn, backend=keep, dynamic=dynamic)(*inputs)
+    torch.compile(fn, backend=interpreted(Report(), seen, routed=False), dynamic=dynamic)(*inputs)
     return seen[0]
 
 
