@@ -167,21 +167,7 @@ def _route(gm: Any, options: RoutingOptions) -> None:
             return
         _routed.add(gm)
     route, log_report = _pass()
-    _forget_plain_calls(gm)
     log_report(route(gm, options, lower=True))
-
-
-def _forget_plain_calls(gm: torch.fx.GraphModule) -> None:
-    """Forgets what earlier compiles found out about calls if an input is of another class, such as a quantised weight.
-
-    It looks like a plain tensor of its shape, dtype and device, and a call on it does something else.
-    """
-    from mhc_inductor.routing.graph import known_calls
-
-    inputs = [n for op in ("placeholder", "get_attr") for n in gm.graph.find_nodes(op=op)]
-    leaves = (t for n in inputs for t in compat.tree_leaves(n.meta.get("example_value")))
-    if any(compat.is_wrapper(t) for t in leaves if isinstance(t, torch.Tensor)):
-        known_calls._LASTING.clear()
 
 
 def unrouted(gm: Any, example_inputs: Any) -> Any:

@@ -194,7 +194,7 @@ def _tensor_arguments(node: fx.Node) -> list[fx.Node]:
 
 def _description(t: torch.Tensor) -> Any:
     strides = tuple(map(str, t.stride())) if t.layout is torch.strided else ()
-    return t.dtype, tuple(map(str, t.shape)), strides, t.device, t.requires_grad, t.layout
+    return type(t), t.dtype, tuple(map(str, t.shape)), strides, t.device, t.requires_grad, t.layout
 
 
 def _made(t: Any) -> Any:

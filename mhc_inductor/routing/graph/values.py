@@ -519,7 +519,7 @@ def _functional(func: Any) -> Any:
 def _signature(t: torch.Tensor) -> Any:
     # Symbolic sizes must not be hashed, because that could ask for their value.
     shape, stride = (tuple([s if type(s) is int else str(s) for s in sizes]) for sizes in (t.shape, t.stride()))
-    return ("tensor", shape, stride, t.dtype, t.device)
+    return (type(t), shape, stride, t.dtype, t.device)
 
 
 def tensors_in(out: Any) -> list[torch.Tensor]:
