@@ -501,3 +501,18 @@ def test_keys_put_together_in_place() -> None:
 
     got = _same(fn, _given())
     assert got.ops or got.report.near_misses
+
+
+def test_indices_of_fewer_bits_raise_as_before() -> None:
+    """A cast to int8 makes indices above 127 negative: that they are a topk's does not say that they are in range."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        picked = (q @ k.mT).topk(8, -1).indices.to(torch.int8).long()
+        mask = torch.zeros(1, 1, 4, 300, dtype=torch.bool).scatter(-1, picked, True)
+        return (q @ k.mT * 0.35).masked_fill(~mask, -INF).softmax(-1) @ v
+
+    g = torch.Generator().manual_seed(0)
+    given = tuple(torch.randn(1, 1, n, 8, generator=g) for n in (4, 300, 300))
+    for call in (run, eager):
+        with pytest.raises((IndexError, RuntimeError)):
+            call(fn, given, (), False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container
 from typing import Any
@@ -45,6 +46,25 @@ ADD = (aten.add.Tensor, aten.add.Scalar)
 SUB = (aten.sub.Tensor, aten.sub.Scalar)
 MULTIPLY = (aten.mul.Tensor, aten.mul.Scalar)
 FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+
+
+@functools.cache
+def _arguments(func: Any) -> dict[str, tuple[int, Any]]:
+    """Returns for each argument of an op its position and its default. Those given by keyword come after all others."""
+    return {a.name: (k, a.default_value) for k, a in enumerate(func._schema.arguments)}
+
+
+def argument(value: Value, *names: str) -> Any:
+    """Returns the argument of the call that made ``value`` with one of these names in the op's schema, or its default.
+
+    Returns None if the op has no such argument.
+    """
+    known = _arguments(value.func)
+    name = next(filter(known.__contains__, names), None)
+    if name is None:
+        return None
+    place, default = known[name]
+    return value.args[place] if place < len(value.args) else value.kwargs.get(name, default)
 
 
 def rounded(known: float, dtype: torch.dtype) -> float:

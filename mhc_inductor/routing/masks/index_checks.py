@@ -20,7 +20,7 @@ from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ARANGE, SHOWN, constant_of, filling
+from mhc_inductor.routing.masks.elements import ARANGE, SHOWN, WHOLE, argument, constant_of, filling
 from mhc_inductor.routing.masks.layouts import Layouts
 
 PICKS = (aten.topk.default, aten.sort.default, aten.sort.stable)
@@ -32,7 +32,8 @@ def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
     known = constant_of(a)
     if known is not None:
         return known >= 0 and (known < size.factor or (bool(size.symbols) and known == 0))
-    if not isinstance(a, Value) or depth == 0 or a.func is None:
+    # A cast to fewer bits wraps large numbers, one from floating point gives any number for NaN.
+    if not isinstance(a, Value) or depth == 0 or a.func is None or a.dtype not in WHOLE:
         return False
     func, args = a.func, a.args
 
@@ -62,10 +63,8 @@ def picked_size(value: Value) -> Size | None:
     """Returns the size of the dim whose positions ``value`` holds as a topk's or sort's, None if it is not known."""
     if value.func not in PICKS or value.out != 1:
         return None
-    of, *rest = value.args
-    at = 1 if value.func is aten.topk.default else 0
-    d = value.kwargs.get("dim", rest[at] if len(rest) > at and not isinstance(rest[at], bool) else -1)
-    return of.shape[d] if of.shape and isinstance(d, int) else None
+    of, d = value.args[0], argument(value, "dim")
+    return of.shape[d] if of.shape else None
 
 
 @dataclasses.dataclass(frozen=True)
