@@ -41,6 +41,7 @@ _FULL = {
 """Position of the fill value among the arguments."""
 DETACH = (aten.detach.default, aten.alias.default)
 WHOLE = (torch.int64, torch.int32)
+REVERSED = (aten.rsub.Tensor, aten.rsub.Scalar)
 SUMS = {aten.sum.dim_IntList, aten.sum.default}
 ADD = (aten.add.Tensor, aten.add.Scalar)
 SUB = (aten.sub.Tensor, aten.sub.Scalar)
@@ -65,6 +66,19 @@ def argument(value: Value, *names: str) -> Any:
         return None
     place, default = known[name]
     return value.args[place] if place < len(value.args) else value.kwargs.get(name, default)
+
+
+def signed(value: Value) -> list[tuple[Any, Any]] | None:
+    """Returns the operands of a sum, a difference or a negation, each after its factor; None for other ops."""
+    if value.func is aten.neg.default:
+        return [(-1, value.args[0])]
+    if value.func not in (*ADD, *SUB, *REVERSED):
+        return None
+    a, b = value.args[:2]
+    alpha = argument(value, "alpha")
+    if not isinstance(alpha, (int, float)):
+        raise Unsupported
+    return [(1, b), (-alpha, a)] if value.func in REVERSED else [(1, a), (alpha if value.func in ADD else -alpha, b)]
 
 
 def rounded(known: float, dtype: torch.dtype) -> float:

@@ -12,22 +12,20 @@ import torch
 
 from mhc_inductor.routing.graph.bounds import TooLarge, remembered
 from mhc_inductor.routing.graph.expressions import Ref, _dim, _reduced, aten
-from mhc_inductor.routing.graph.expressions import number as scalar
 from mhc_inductor.routing.graph.gates import CLAMPS, limits
 from mhc_inductor.routing.graph.index import Unsupported, Var, var
 from mhc_inductor.routing.graph.linear import Key, atom, of_index
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.masks.elements import (
-    ADD,
     CASTS,
     MULTIPLY,
-    SUB,
     SUMS,
     WHOLE,
     constant_of,
     inner,
     operand,
     rounded,
+    signed,
 )
 from mhc_inductor.routing.masks.keys import MOST, TRUE, All, AnyOf, both, compared, differences, either, opposite
 
@@ -119,12 +117,12 @@ class Counts:
         return counted
 
     def _counted(self, ref: Ref) -> Count:
-        value, func, args = ref.value, ref.value.func, ref.value.args
-        if func in ADD or func in SUB or func is aten.rsub.Scalar:
-            return self._sum(ref)
-        if func is aten.neg.default:
-            a = self.of(Ref(args[0], ref.index))
-            return Count(tuple((-f, c) for f, c in a.terms), a.exact, most=a.most)
+        value, func = ref.value, ref.value.func
+        if (sides := signed(value)) is not None:
+            counts = [(factor, self._count_side(x, ref)) for factor, x in sides]
+            terms = tuple((factor * f, c) for factor, a in counts for f, c in a.terms)
+            most = sum(abs(factor) * a.most for factor, a in counts)
+            return Count(terms, all(a.exact for _, a in counts), most=most)
         if func in MULTIPLY or func is aten.minimum.default:
             return self._product(ref)
         if func in SUMS or (func in (aten.amax.default, aten.max.dim) and value.out == 0):
@@ -157,18 +155,6 @@ class Counts:
         upto = compared("le", atom(u), of_index(ref.index[d]))
         terms = [(f, e) for f, c in a.terms for e in both([All(c.literals, (*c.bound, u))], upto)]
         return Count(tuple(terms), a.exact, most=_product(a.most, _length(u)))
-
-    def _sum(self, ref: Ref) -> Count:
-        value, args = ref.value, ref.value.args
-        a, b = (self._count_side(x, ref) for x in args[:2])
-        alpha = scalar(value.kwargs.get("alpha", args[2] if len(args) > 2 else 1))
-        if alpha is None:
-            raise Unsupported
-        if value.func is aten.rsub.Scalar:
-            a, b = b, a
-        factor = alpha if value.func in ADD else -alpha
-        terms = (*a.terms, *((factor * f, c) for f, c in b.terms))
-        return Count(terms, a.exact and b.exact, most=a.most + abs(factor) * b.most)
 
     def _reduced_count(self, ref: Ref) -> Count:
         inside, bound = _reduced(ref)
@@ -229,11 +215,6 @@ class Counts:
             if hit is None:
                 continue
             j = hit.bound[-1]
-            known = constant_of(values)
-            if known is not None:
-                total.append((known, hit))
-                most += _product(abs(known), _length(j))
-                continue
             added = self.of(Ref(values, (*ref.index[:d], var(j), *ref.index[d + 1 :])))
             total += [(f, All(hit.literals | c.literals, hit.bound + c.bound)) for f, c in added.terms]
             most += _product(added.most, _length(j))
@@ -279,7 +260,7 @@ def positive(counted: Count, want: bool) -> AnyOf:
     return differences(counted.terms)
 
 
-def _pieces(index: Value, source: Value, d: int) -> list[tuple[Value, Any]]:
+def _pieces(index: Value, source: Value, d: int) -> list[tuple[Value, Value]]:
     """Returns the pairs of index and source that a scatter is concatenated from, or the one pair itself."""
     a, b = (x.args if x.func is aten.cat.default else None for x in (index, source))
     if a is not None and b is not None:

@@ -29,16 +29,16 @@ from mhc_inductor.routing.graph.linear import (
 )
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.masks.elements import (
-    ADD,
     ARANGE,
     CASTS,
     MULTIPLY,
-    SUB,
     WHOLE,
+    argument,
     constant_of,
     inner,
     keyed,
     operand,
+    signed,
 )
 from mhc_inductor.routing.masks.keys import FALSE, All, Compare, KeyData, Literal
 from mhc_inductor.routing.masks.scatters import GATHERS, looked_up
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 _SHIFTS = (aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar, aten.__rshift__.Scalar)
 _DIVISIONS = (aten.div.Tensor_mode, aten.div.Scalar_mode)
 _REMAINDERS = (aten.remainder.Scalar, aten.remainder.Tensor)
-_REVERSED = (aten.rsub.Scalar, aten.rsub.Tensor)
-_INTEGER = {*_REMAINDERS, *ADD, *SUB, *MULTIPLY, *_SHIFTS, *_REVERSED, *_DIVISIONS, aten.floor_divide.default}
+_INTEGER = {*_REMAINDERS, *MULTIPLY, *_SHIFTS, *_DIVISIONS, aten.floor_divide.default}
 
 
 class Wholes:
@@ -117,8 +116,8 @@ class Wholes:
         found = self.positions.of(ref) if self.masks.by_key else None
         if found is not None:
             return found
-        if func is aten.neg.default:
-            return self.of(Ref(args[0], ref.index)).times(-1)
+        if (sides := signed(value)) is not None:
+            return self._sum(ref, sides)
         found = self._combined(value, *(self.side(a, ref) for a in args[:2])) if func in _INTEGER else None
         if found is not None:
             return found
@@ -136,18 +135,18 @@ class Wholes:
         first = of_scalar(0 if start is None else start, self.masks.fixed)
         return first.plus(of_index(ref.index[0]) if ref.index else number(0), stride)
 
+    def _sum(self, ref: Ref, sides: list[tuple[Any, Any]]) -> Linear:
+        """Returns a sum of operands, each times its factor."""
+        total = number(0)
+        for factor, a in sides:
+            if not isinstance(factor, int):
+                raise Unsupported
+            total = total.plus(self.side(a, ref), factor)
+        return total
+
     def _combined(self, value: Value, a: Linear, b: Linear) -> Linear | None:
-        """Returns a sum, product, quotient or remainder; None for a product of two variable numbers."""
+        """Returns a product, quotient or remainder; None for a product of two variable numbers."""
         func = value.func
-        if func in ADD or func in SUB:
-            alpha = value.kwargs.get("alpha", value.args[2] if len(value.args) > 2 else 1)
-            if not isinstance(alpha, int):
-                raise Unsupported
-            return a.plus(b, alpha if func in ADD else -alpha)
-        if func in _REVERSED:
-            if len(value.args) > 2 or value.kwargs:
-                raise Unsupported
-            return b.minus(a)
         if func in MULTIPLY:
             return b.times(a.known) if not a.terms else a.times(b.known) if not b.terms else None
         by = b.known
@@ -164,7 +163,7 @@ class Wholes:
 
 def _rounds_down(value: Value, of: Linear) -> bool:
     """Checks whether a division is a floor: by its rounding mode, or since it truncates nonnegative numbers."""
-    mode = value.kwargs.get("rounding_mode", value.args[2] if len(value.args) > 2 else None)
+    mode = argument(value, "rounding_mode")
     return mode == "floor" or (mode == "trunc" and of.never_negative)
 
 
