@@ -7,12 +7,14 @@ import math
 import random
 import re
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from mhc_inductor.routing.operators.index.check import Check
 from tests.capture import Captured, difference, eager, reasons, run
 from tests.spellings_index import CHOICES, MASKS, NEAR, SCORES, SILENT, UNSCORED, D, H, K
 
@@ -324,3 +326,17 @@ def test_explain_names_the_line_and_decoding_is_routed() -> None:
     report = mhc_inductor.explain(v32, *given(s=1), verify=True)
     assert [r.op for r in report.routed] == ["index_topk"]
     assert "topk(K, -1)" in report.routed[0].source and "index_topk" in str(report)
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -3e38, -65504.0])
+def test_a_hidden_key_in_place_of_a_visible_one_is_a_difference(fill: float) -> None:
+    formula = SimpleNamespace(met=[SimpleNamespace(dtype=torch.float16)])
+    check = Check(cast(Any, SimpleNamespace(formula=formula, visible=SimpleNamespace(masks=[], limits=[], fill=fill))))
+    scores = torch.tensor([[0.5, 3.0, fill, fill, 1.0, math.nan]])
+
+    def same(*picked: int) -> bool:
+        return check.compare([torch.tensor([[1, 4]])], [torch.tensor([picked])], scores) == 0.0
+
+    assert same(4, 1) and not any(same(1, other) for other in (0, 2, 3, 5))
+    assert check.compare([torch.tensor([[1, 2]])], [torch.tensor([[1, 3]])], scores) == 0.0
+    assert check.compare([torch.tensor([[2]])], [torch.tensor([[5]])], scores) == math.inf

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, fx
 
@@ -12,6 +14,8 @@ from mhc_inductor.routing.operators.index.matches import Found
 
 _EPS = 16.0
 """Roundings by which scores may differ that are summed in another order, relative to the largest score."""
+
+_HIDDEN = 1e30  # scores of visible keys are smaller
 
 
 class Check:
@@ -93,10 +97,13 @@ class Check:
     def _off(self, scores: Tensor, formula: Tensor, op: Tensor) -> float:
         """Returns how far the chosen scores are apart, relative to the largest of all; 0.0 for a rounding."""
         a, b = (x.sort(-1).values for x in (op, formula))
-        if not torch.equal(a.isfinite(), b.isfinite()):
+        fine = (a.abs() < _HIDDEN) & (b.abs() < _HIDDEN)
+        # Scores of hidden keys, NaN and infinities have no rounding.
+        if not torch.equal(*(x[~fine].nan_to_num(0.0, math.inf, -math.inf) for x in (a, b))):
             return float("inf")
-        fine = a.isfinite() & (a.abs() < 1e30)
-        usual = scores.isfinite() & (scores.abs() < 1e30)
+        usual = scores.abs() < _HIDDEN
+        if self.found.visible.fill is not None:
+            usual &= scores != self.found.visible.fill
         size = float(scores[usual].abs().max()) if bool(usual.any()) else 1.0
         off = float((a - b)[fine].abs().max()) / max(size, 1e-30) if bool(fine.any()) else 0.0
         return 0.0 if off <= _EPS * self._rounding() else off
