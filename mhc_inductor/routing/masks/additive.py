@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +15,16 @@ import torch
 from mhc_inductor.routing.graph.bounds import remembered
 from mhc_inductor.routing.graph.expressions import Ref, aten
 from mhc_inductor.routing.graph.index import Unsupported
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, is_given
 from mhc_inductor.routing.masks.elements import (
     ADD,
+    CASTS,
     FILLS,
     MULTIPLY,
     SHOWN,
     SUB,
     constant_of,
+    inner,
     kept,
     keyed,
     operand,
@@ -55,10 +60,10 @@ class PossibleValues:
         known = constant_of(a)
         if known is not None:
             return frozenset({known})
+        if isinstance(a, Value) and a.dtype is torch.bool:
+            return frozenset({0.0, 1.0})
         if not isinstance(a, Value) or a.func is None:
             raise Unsupported
-        if a.dtype is torch.bool:
-            return frozenset({0.0, 1.0})
         found: frozenset[float] = remembered(self._known, a, lambda: self._rounded(a), a)
         return found
 
@@ -70,24 +75,24 @@ class PossibleValues:
 
     def _made(self, a: Value) -> Iterable[float]:
         func, args = a.func, a.args
-        if func in SHOWN:
-            return self(args[0])
+        if func in SHOWN or func in _CHANGED:
+            return map(_CHANGED.get(func, float), self(args[0]))
         if func in SOURCES:
             return [x for source in SOURCES[func](a) for x in self(source)]
         if func in _COMBINED and len(args) == 2 and not a.kwargs:
-            combine = _COMBINED[func]
-            return [combine(x, y) for x in self(args[0]) for y in self(args[1])]
-        if func is aten.neg.default:
-            return [-x for x in self(args[0])]
-        if func is aten.log.default:
-            return [-math.inf if x == 0.0 else math.log(x) for x in self(args[0]) if x >= 0.0]
+            return itertools.starmap(_COMBINED[func], itertools.product(*map(self, args)))
         raise Unsupported
 
 
+def _log(x: float) -> float:
+    return math.log(x) if x > 0.0 else -math.inf if x == 0.0 else math.nan
+
+
+_CHANGED: dict[Any, Callable[[float], float]] = {aten.neg.default: operator.neg, aten.log.default: _log}
 _COMBINED: dict[Any, Callable[[float, float], float]] = {
-    **dict.fromkeys(ADD, lambda x, y: x + y),
-    **dict.fromkeys(SUB, lambda x, y: x - y),
-    **dict.fromkeys(MULTIPLY, lambda x, y: x * y),
+    **dict.fromkeys(ADD, operator.add),
+    **dict.fromkeys(SUB, operator.sub),
+    **dict.fromkeys(MULTIPLY, operator.mul),
     aten.minimum.default: min,
     aten.maximum.default: max,
     aten.rsub.Scalar: lambda x, y: y - x,
@@ -108,7 +113,7 @@ SOURCES: dict[Any, Callable[[Value], Iterable[Any]]] = {
 
 
 class Additive:
-    """Finds when elements of additive masks are 0."""
+    """Finds when elements of additive masks, and of what they are computed from, are certain numbers."""
 
     def __init__(self, masks: Masks) -> None:
         self.masks = masks
@@ -122,77 +127,53 @@ class Additive:
         below = uncast(ref)
         if below.value.func is None and keyed(below):
             raise KeyData(below)
-        _one_sign(self.masks.possible(ref.value))
-        found = self._zero(ref, want)
+        if len({math.copysign(1.0, x) for x in self.masks.possible(ref.value) if x}) > 1:
+            raise Unsupported
+        return self.passing(ref, lambda x: (x == 0.0) == want)
+
+    def passing(self, ref: Ref, test: Callable[[float], bool]) -> AnyOf:
+        """Returns when the number that an element is passes ``test``. Raises Unsupported."""
+        return self._among(ref, frozenset(filter(test, self.masks.possible(ref.value))))
+
+    def _among(self, ref: Ref, wanted: frozenset[float]) -> AnyOf:
+        """Returns when an element is one of ``wanted``."""
+        values = self.masks.possible(ref.value)
+        if wanted.isdisjoint(values) or wanted >= values:
+            return TRUE if wanted >= values else FALSE
+        find = functools.partial(self._find, ref, wanted)
+        found: AnyOf = remembered(self.masks.known, (ref, wanted), find, ref.value)
+        return found
+
+    def _find(self, ref: Ref, wanted: frozenset[float]) -> AnyOf:
+        value, func = ref.value, ref.value.func
+        below = inner(ref)
+        if value.dtype is torch.bool:
+            return self.masks.truth(ref, 1.0 in wanted)
+        if below is not None or func in CASTS or func in _CHANGED:
+            change, below = _CHANGED.get(func, float), below or Ref(value.args[0], ref.index)
+            found = self.passing(below, lambda x: rounded(change(x), value.dtype) in wanted)
+            return self.masks.read(ref, self._nonzero(value, wanted), found) if is_given(value) else found
+        if func in _COMBINED and len(value.args) == 2 and not value.kwargs:
+            return self._combined(ref, wanted)
+        structured = self.masks.placed.structured(ref, wanted, self._among)
+        found = self.masks.truth(ref, self._nonzero(value, wanted)) if structured is None else structured
         self.masks.note(ref, found)
         return found
 
-    def _zero(self, ref: Ref, want: bool) -> AnyOf:
-        given, ref = self.masks.input(ref), uncast(ref)
-        found: AnyOf = remembered(self.masks.known, (ref, want, "zero"), lambda: self._find_zero(ref, want), ref.value)
-        return found if given is None else self.masks.read(given, not want, found)
+    def _combined(self, ref: Ref, wanted: frozenset[float]) -> AnyOf:
+        """Returns when a number that is computed from two others is one of ``wanted``."""
+        combine, dtype = _COMBINED[ref.value.func], ref.value.dtype
+        left, right = map(self.masks.possible, ref.value.args)
+        fits = {x: frozenset(y for y in right if rounded(combine(x, y), dtype) in wanted) for x in sorted(left)}
+        found = []
+        for ys in filter(None, dict.fromkeys(fits.values())):
+            xs = frozenset(x for x in fits if fits[x] >= ys)  # what fits more than ``ys`` fits these, too
+            sides = zip(ref.value.args, (xs, ys), strict=True)
+            found.append(both(*(self._among(operand(a, ref), n) if isinstance(a, Value) else TRUE for a, n in sides)))
+        return either(*found)
 
-    def _find_zero(self, ref: Ref, want: bool) -> AnyOf:
-        value, func, args = ref.value, ref.value.func, ref.value.args
-        known = constant_of(value)
-        if known is not None:
-            return TRUE if (known == 0.0) == want else FALSE
-        if not value.dtype.is_floating_point:
+    def _nonzero(self, value: Value, wanted: frozenset[float]) -> bool:
+        """Returns whether ``wanted`` are all numbers of ``value`` but 0, or 0 alone. Raises Unsupported for others."""
+        if wanted not in ({0.0}, self.masks.possible(value) - {0.0}):
             raise Unsupported
-        if func in ADD or func is aten.minimum.default:
-            low, high = (_one_sign(self.masks.possible(a)) for a in args[:2])
-            if low * high < 0.0 or (func not in ADD and max(low, high) > 0.0):
-                raise Unsupported  # a sum may cancel to 0; a minimum with a positive part may be 0
-            parts = [self._zero(operand(a, ref), want) for a in args[:2] if constant_of(a) != 0.0]
-            return both(*parts) if want and len(parts) > 1 else either(*parts)
-        if func is aten.log.default:
-            if not self.masks.possible(args[0]) <= {0.0, 1.0}:
-                raise Unsupported
-            return self._flag(Ref(args[0], ref.index), want)
-        if func in MULTIPLY:
-            for a, b in (args, args[::-1]):
-                known = constant_of(b)
-                if known is not None and known != 0.0 and not math.isinf(known):
-                    return self._scaled(operand(a, ref), want)
-        found = self.masks.placed.structured(ref, want, self._zero)
-        if found is None:
-            raise Unsupported
-        self.masks.note(ref, found)
-        return found
-
-    def _scaled(self, ref: Ref, want: bool) -> AnyOf:
-        """Returns when ``ref``, the other factor of a product with a nonzero constant, is 0 (``want``) or is not 0.
-
-        Recognises ``~mask``, ``1 - mask`` and ``mask - 1``.
-        """
-        below = uncast(ref)
-        if below.value.dtype is torch.bool:
-            return self.masks.truth(below, not want)
-        func, args = below.value.func, below.value.args
-        one = None
-        if (func in SUB or func in ADD or func is aten.rsub.Scalar) and len(args) == 2 and not below.value.kwargs:
-            constants = [constant_of(a) for a in args]
-            if func in SUB and 1.0 in constants:
-                one = args[1 - constants.index(1.0)]
-            elif (func in ADD and constants[1] == -1.0) or (func is aten.rsub.Scalar and constants[1] == 1.0):
-                one = args[0]
-        if one is None:
-            return self._zero(ref, want)
-        return self._flag(operand(one, below), want)
-
-    def _flag(self, ref: Ref, want: bool) -> AnyOf:
-        """Returns when a number is 1 (``want``) or 0. Raises Unsupported unless it is one indicator."""
-        ref = uncast(ref)
-        if ref.value.dtype is not torch.bool:
-            counted = self.masks.counts.of(ref)
-            if not counted.unit or len(counted.terms) != 1 or counted.terms[0][1].bound:
-                raise Unsupported
-        return self.masks.truth(ref, want)
-
-
-def _one_sign(values: frozenset[float]) -> float:
-    """Returns the sign of the nonzero values, 0.0 if all are 0. Raises Unsupported if both signs occur."""
-    signs = {math.copysign(1.0, v) for v in values if v}
-    if len(signs) > 1:
-        raise Unsupported
-    return signs.pop() if signs else 0.0
+        return 0.0 not in wanted

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,7 +87,8 @@ class Masks:
         self.placed = Placed(self)
         self.wholes = Wholes(self)
         self.counts = Counts(self)
-        self.additive = Additive(self).of
+        self.numbers = Additive(self)
+        self.additive = self.numbers.of
         self.whole = self.wholes.of
 
     def truth(self, ref: Ref, want: bool = True) -> AnyOf:
@@ -216,23 +218,20 @@ class Masks:
 
     def _against(self, ref: Ref, left: Any, op: str, known: float) -> AnyOf:
         """Evaluates the comparison of an additive mask, a flag or a count with a number. Raises Unsupported."""
-        if math.isinf(known):
-            # An additive mask compared with its fill: ``mask == -inf``.
-            if op in ("eq", "ne") and known < 0:
-                mask = operand(left, ref)
-                if self.possible(mask.value) <= {0.0, known}:
-                    return self.additive(mask, op == "ne")
-            raise Unsupported
-        if isinstance(left, Value) and left.dtype is torch.bool and known in (0.0, 1.0) and op in ("eq", "ne"):
-            return self.truth(operand(left, ref), (op == "eq") == bool(known))
+        element, holds = operand(left, ref), getattr(operator, op)
+
+        def passing() -> AnyOf:
+            return self.numbers.passing(element, lambda x: holds(x, known))
+
+        if element.value.dtype is torch.bool or math.isinf(known):
+            return passing()
         try:
-            counted = self.counts.of(operand(left, ref))
+            return against(self.counts.of(element), op, known)
         except Unsupported:
-            # An additive mask compared with 0: ``mask == 0``.
-            if op in ("eq", "ne") and known == 0 and isinstance(left, Value) and left.dtype.is_floating_point:
-                return self.additive(operand(left, ref), op == "eq")
+            if op in ("eq", "ne"):
+                with contextlib.suppress(Unsupported):
+                    return passing()
             raise
-        return against(counted, op, known)
 
     # --- checkpointed regions ---
 

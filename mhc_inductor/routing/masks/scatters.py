@@ -7,8 +7,8 @@ These are where, masked_fill, tril, triu, scatter, assignments to indices, pad, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 TRIANGLES = (aten.tril.default, aten.triu.default)
 SCATTERS = (aten.scatter.value, aten.scatter.src)
 PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
+Wanted = TypeVar("Wanted")
+"""What an element is to be: a truth value, or one of some numbers."""
 GATHERS = (aten.gather.default, aten.index_select.default, aten.index.Tensor, aten._unsafe_index.Tensor)
 
 
@@ -34,7 +36,7 @@ class Placed:
     def __init__(self, masks: Masks) -> None:
         self.masks = masks
 
-    def structured(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf | None:
+    def structured(self, ref: Ref, want: Wanted, of: Callable[[Ref, Wanted], AnyOf]) -> AnyOf | None:
         """Returns when ``ref``, an element of the result of such an op, is ``want``; None for other ops.
 
         ``of`` evaluates an element of an operand. Raises Unsupported.
@@ -43,23 +45,26 @@ class Placed:
         if (filled := filling(value)) is not None:
             mask, shown, x, fill = filled
             x = kept(value) if func in FILLS else x
-            a, b = (x, fill) if shown else (fill, x)
-            return self._either_way(mask, self._part(a, ref, want, of), self._part(b, ref, want, of), ref)
-        if func in TRIANGLES:
-            return self._triangle(ref, want, of)
+            a, b = (of(_part(y, ref), want) for y in ((x, fill) if shown else (fill, x)))
+            return self._either_way(mask, a, b, ref)
         if func in SCATTERS or func in PUTS:
             return self._written(ref, want, of)
-        if func is aten.constant_pad_nd.default:
-            return self._padded(ref, want, of)
-        if func is aten.cat.default:
-            return self._joined(ref, want, of)
-        gathered = self._gathered(ref)
-        if gathered is not None:
-            below, more = gathered
-            return both(more, of(below, want))
-        return None
+        cases = self._cases(ref)
+        return None if cases is None else either(*(both(when, of(part, want)) for when, part in cases))
 
-    def _written(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
+    def _cases(self, ref: Ref) -> Iterable[tuple[AnyOf, Ref]] | None:
+        """Returns the elements of operands that an element may be, and when it is which; None for other ops."""
+        func = ref.value.func
+        if func in TRIANGLES:
+            return self._triangle(ref)
+        if func is aten.constant_pad_nd.default:
+            return _padded(ref)
+        if func is aten.cat.default:
+            return pieces_of(ref.index, *joined(ref.value))
+        gathered = self._gathered(ref)
+        return None if gathered is None else [gathered]
+
+    def _written(self, ref: Ref, want: Wanted, of: Callable[[Ref, Wanted], AnyOf]) -> AnyOf:
         """Evaluates a scatter of a constant, or an assignment of one to indices."""
         value = ref.value
         scatters = value.func in SCATTERS
@@ -82,22 +87,15 @@ class Placed:
         # Where ``a`` always holds, ``when or b`` needs no ``not when``.
         return either(yes, b if a == TRUE else both(self.masks.side(when, ref, False), b))
 
-    def _part(self, a: Any, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
-        """Evaluates an operand, a number or a tensor, at ``ref``."""
-        known = constant_of(a)
-        if known is not None:
-            return of(filled(known, ref.value), want)
-        return of(operand(a, ref), want)
-
-    def _triangle(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
+    def _triangle(self, ref: Ref) -> list[tuple[AnyOf, Ref]]:
         x, *rest = ref.value.args
         diagonal = of_scalar(rest[0] if rest else 0, self.masks.fixed)
         ahead = of_index(ref.index[-1]).minus(of_index(ref.index[-2])).minus(diagonal)
-        lower = ref.value.func is aten.tril.default
-        kept = compared("le" if lower else "ge", ahead, number(0))
-        left = compared("gt" if lower else "lt", ahead, number(0))
-        zero = of(filled(0.0, ref.value), want)
-        return either(both(kept, of(Ref(x, ref.index), want)), both(left, zero))
+        kept, left = ("le", "gt") if ref.value.func is aten.tril.default else ("ge", "lt")
+        return [
+            (compared(kept, ahead, number(0)), Ref(x, ref.index)),
+            (compared(left, ahead, number(0)), filled(0.0, ref.value)),
+        ]
 
     def hits(self, ref: Ref, d: int, index: Value) -> AnyOf:
         """Returns when a scatter along ``d`` at ``index`` writes the element ``ref``. Raises Unsupported."""
@@ -165,36 +163,8 @@ class Placed:
             total = both(total, compared("eq", place, of_index(ref.index[d])))
         return [All(c.literals, (*c.bound, *(v for v in bound if v.size != ONE))) for c in total]
 
-    def _padded(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
-        x, pads, *rest = ref.value.args
-        fill = constant_of(rest[0] if rest else 0.0)
-        if fill is None:
-            raise Unsupported
-        within, index = TRUE, list(ref.index)
-        outside: list[AnyOf] = []
-        for k in range(len(pads) // 2):
-            d = len(index) - 1 - k
-            before, after = pads[2 * k : 2 * k + 2]
-            if not isinstance(before, int) or not isinstance(after, int) or before < 0 or after < 0:
-                raise Unsupported
-            at = of_index(index[d])
-            if before:
-                within = both(within, compared("ge", at, number(before)))
-                outside.append(compared("lt", at, number(before)))
-                index[d] = index[d].plus(const(-before))
-            if after:
-                end = of_size(x.shape[d]).shifted(before)
-                within = both(within, compared("lt", at, end))
-                outside.append(compared("ge", at, end))
-        rest_ = both(either(*outside), of(filled(fill, ref.value), want)) if outside else FALSE
-        return either(both(within, of(Ref(x, tuple(index)), want)), rest_)
-
-    def _joined(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
-        """Evaluates a ``cat``: each piece where the index lies in its span."""
-        return either(*(both(here, of(piece, want)) for here, piece in pieces_of(ref.index, *joined(ref.value))))
-
-    def _gathered(self, ref: Ref) -> tuple[Ref, AnyOf] | None:
-        """Returns the element that a gather reads, with the conditions on the variables that stand for its place.
+    def _gathered(self, ref: Ref) -> tuple[AnyOf, Ref] | None:
+        """Returns the element that a gather reads, after the conditions on the variables that stand for its place.
 
         Returns None for other ops and for elements that do not depend on the key.
         """
@@ -206,7 +176,7 @@ class Placed:
             return self._place(at, x.shape[d], self._wrap(x, d) if wraps else None, more)
 
         below = looked_up(ref, place)
-        return None if below is None else (below, [All(frozenset(more.values()), tuple(more))])
+        return None if below is None else ([All(frozenset(more.values()), tuple(more))], below)
 
     def _place(self, ref: Ref, size: Size, wrap: Size | None, more: dict[Var, Literal]) -> Index:
         """Returns a whole number as an index; if it is not one, a new variable with a condition in ``more``."""
@@ -251,6 +221,37 @@ def looked_up(ref: Ref, place: Callable[[Ref, Value, int, bool], Index | None]) 
             return None
         index.append(found)
     return Ref(x, tuple(index))
+
+
+def _part(a: Any, ref: Ref) -> Ref:
+    """Returns the element of an operand, a number or a tensor, that is used for ``ref``."""
+    known = constant_of(a)
+    return operand(a, ref) if known is None else filled(known, ref.value)
+
+
+def _padded(ref: Ref) -> list[tuple[AnyOf, Ref]]:
+    """Returns the element that is padded and the fill, and when an element is which."""
+    x, pads, *rest = ref.value.args
+    fill = constant_of(rest[0] if rest else 0.0)
+    if fill is None:
+        raise Unsupported
+    within, index = TRUE, list(ref.index)
+    outside: list[AnyOf] = []
+    for k in range(len(pads) // 2):
+        d = len(index) - 1 - k
+        before, after = pads[2 * k : 2 * k + 2]
+        if not isinstance(before, int) or not isinstance(after, int) or before < 0 or after < 0:
+            raise Unsupported
+        at = of_index(index[d])
+        if before:
+            within = both(within, compared("ge", at, number(before)))
+            outside.append(compared("lt", at, number(before)))
+            index[d] = index[d].plus(const(-before))
+        if after:
+            end = of_size(x.shape[d]).shifted(before)
+            within = both(within, compared("lt", at, end))
+            outside.append(compared("ge", at, end))
+    return [(within, Ref(x, tuple(index))), (either(*outside), filled(fill, ref.value))]
 
 
 def filled(known: float, like: Value) -> Ref:
