@@ -50,6 +50,7 @@ BY_RANK: dict[str, tuple[Use, str]] = {
     "scattered ranks": (lambda i, j, x, y: x.new_zeros(B, S, S).scatter(-1, i, (torch.arange(K) + 1.0).expand(B, S, K)) @ y,
                         RANK),
     "running sums": (lambda i, j, x, y: (y[BATCH, i].cumsum(2) * y[BATCH, i]).sum(2), RANK),
+    "rolled through all dims": (lambda i, j, x, y: (y[BATCH, i] * i.roll(1)[..., None]).sum(2), RANK),
     "a causal call": (
         lambda i, j, x, y: F.scaled_dot_product_attention(x[:, :, None].expand(-1, -1, K, -1), y[BATCH, i], y[BATCH, i],
                                                           is_causal=True), UNKNOWN),

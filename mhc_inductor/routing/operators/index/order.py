@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -18,27 +18,23 @@ from mhc_inductor import compat
 from mhc_inductor.routing.graph.bounds import Steps, TooLarge
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast, _dim, _reduced, aten, contraction, joined, whole
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, bound_of, product_of, var
+from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ALL, ANY, CASTS, FILLS, SUMS, constant_of, inner
+from mhc_inductor.routing.masks.elements import ALL, ANY, CASTS, FILLS, SUMS, argument, constant_of, inner, uncast
 from mhc_inductor.routing.masks.scatters import GATHERS, PUTS, SCATTERS, looked_up
-from mhc_inductor.routing.operators.index.formula import peeled
 from mhc_inductor.routing.operators.index.matches import Found
 
 _MOST = 4096  # nodes that use the choice
 _SET = {*SUMS, *ANY, *ALL, aten.mean.dim, aten.prod.dim_int, aten.logsumexp.default, aten.max.dim, aten.min.dim}
 _SOFTMAXES = {aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default}
 _SCATTERS = (*SCATTERS, aten.scatter_add.default, aten.scatter.value_reduce, aten.scatter_reduce.two)
-_ORDERED: dict[Any, tuple[int, int]] = {
-    **dict.fromkeys((aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default), (1, 0)),
-    **dict.fromkeys((aten.flip.default, aten.argmax.default, aten.argmin.default), (1, 0)),
-    aten.roll.default: (2, 0),
-    aten.sort.default: (1, -1),
-    aten.sort.stable: (2, -1),
-    aten.topk.default: (2, -1),
-}
-"""Ops in which the order along some dims counts: the position of the dims among the arguments, and their default."""
+_PLACES = {aten.argmax.default, aten.argmin.default}
+_SORTS = {aten.sort.default, aten.sort.stable, aten.topk.default}
+_RUNNING = {aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default}
+_ORDERED = {*_RUNNING, *_SORTS, aten.flip.default, aten.roll.default}
+"""Ops in which the order along some dims counts, all dims if none is given."""
 _SHAPES = {aten.empty_like.default, aten.rand_like.default, aten.randn_like.default, aten.new_empty.default}
 _UNIFORM = {aten.full.default, aten.full_like.default, aten.new_full.default}
 _UNKNOWN = "the chosen keys are used in a way in which their order may count; expected masks, scatters, gathers and sums of them"
@@ -141,14 +137,13 @@ class _Ranks:
         below = inner(ref)
         if below is not None:
             return self.of(below)
-        rule = _RULES.get(func, _Ranks._attended if _CALL in func.__name__ else None)
-        if rule is not None:
-            return rule(self, ref)
-        if (contracted := contraction(ref)) is not None:
-            left, right, k = contracted
-            return _without(self._together([left, right], ref), [k])
-        if torch.Tag.pointwise in func.tags or func in FILLS or func in CASTS:
-            return self._together([_broadcast(a, ref) for a in args if isinstance(a, Value)], ref)
+        if func is aten.cat.default:
+            return self._joined(ref)
+        if func is aten.constant_pad_nd.default:
+            return self._padded(ref)
+        read = _read(ref)
+        if read is not None:
+            return self._without(self._together(read.elements, ref), read, value)
         if any(map(self._ranked, values_in(args))):
             raise Unsupported
         return None
@@ -188,25 +183,6 @@ class _Ranks:
             start = start + piece.shape[d].factor if not piece.shape[d].symbols else 0
         return found
 
-    def _stacked(self, ref: Ref) -> Index | None:
-        pieces, *rest = ref.value.args
-        d = _dim(ref.value, rest[0] if rest else 0)
-        index = (*ref.index[:d], *ref.index[d + 1 :])
-        rank = self._together([Ref(piece, index) for piece in pieces], ref)
-        if rank is not None and rank.variables() & ref.index[d].variables():
-            raise Unsupported
-        return rank
-
-    def _embedded(self, ref: Ref) -> Index | None:
-        table, index = ref.value.args[:2]
-        rank = self.of(Ref(index, ref.index[:-1]))
-        if self._ranked(table):
-            raise Unsupported
-        return rank
-
-    def _softmax(self, ref: Ref) -> Index | None:
-        return self.of(Ref(ref.value.args[0], ref.index))
-
     def _padded(self, ref: Ref) -> Index | None:
         x, pads = ref.value.args[:2]
         # The sign of a dynamic padding is guarded by the op itself.
@@ -234,103 +210,121 @@ class _Ranks:
             return at
         return rank
 
-    def _gathered(self, ref: Ref) -> Index | None:
-        places: list[Ref] = []
-        fresh: set[Var] = set()
-
-        def place(at: Ref, x: Value, d: int, wraps: bool) -> Index:
-            places.append(at)
-            fresh.add(v := Var(x.shape[d]))
-            return var(v)
-
-        below = looked_up(ref, place)
-        if below is None:
-            raise Unsupported
-        rank = self.of(below)
-        if rank is not None and rank.variables() & fresh:
-            raise _by_rank(ref.value)
-        return self._together([below, *places], ref)
-
-    def _scattered(self, ref: Ref) -> Index | None:
-        x, d, index, *source = ref.value.args
-        d, at = _dim(x, d), whole(index)
-        refs = [at, *(Ref(a, at.index) for a in source if isinstance(a, Value) and a.shape)]
-        rank = self._together(refs, ref)
-        if self._ranked(x):
-            raise Unsupported
-        if rank is None or rank == at.index[d]:
-            return None
-        if rank not in at.index:
-            raise Unsupported
-        return ref.index[at.index.index(rank)]
-
-    def _put(self, ref: Ref) -> Index | None:
-        """Checks a write at all chosen keys: what it gives has no rank."""
-        x, indices, values = ref.value.args[:3]
-        given = [i for i in (*indices, values) if isinstance(i, Value)]
-        longest = max(given, key=lambda i: len(i.shape))
-        spread = [next((s for s in sizes if s != ONE), ONE) for sizes in _aligned([i.shape for i in given])]
-        at = Ref(longest, tuple(var(Var(s)) for s in spread))
-        rank = self._together([_broadcast(i, at) for i in given], ref)
-        if self._ranked(x) or any(i.dtype is torch.bool for i in given[:-1]):
-            raise Unsupported
-        return _without(rank, [v for i in at.index for v in i.variables()])
-
-    def _ordered(self, ref: Ref) -> Index | None:
-        """Returns the rank after an op in which the order along some dims counts. Raises Mismatch along the rank."""
-        x, *rest = ref.value.args
-        place, usual = _ORDERED[ref.value.func]
-        given = ref.value.kwargs.get("dim", rest[place - 1] if len(rest) >= place else usual)
-        dims = {_dim(x, d) for d in (given if isinstance(given, (list, tuple)) else (given,)) if isinstance(d, int)}
-        if len(ref.index) != len(x.shape):
-            if self._ranked(x):
-                raise Unsupported
-            return None
-        along = {d: Var(x.shape[d]) for d in dims}
-        rank = self.of(Ref(x, tuple(var(along[d]) if d in dims else i for d, i in enumerate(ref.index))))
-        if rank is None or not rank.variables() & {*along.values()}:
+    def _without(self, rank: Index | None, read: Read, at: Value) -> Index | None:
+        """Returns the rank of what is computed from elements of this rank. Raises Mismatch and Unsupported."""
+        own = set() if rank is None else rank.variables()
+        if not own.isdisjoint(read.in_order):
+            raise _by_rank(at)
+        if own.isdisjoint(read.as_set):
             return rank
-        if ref.value.func in (aten.sort.default, aten.sort.stable, aten.topk.default) and ref.value.out == 0:
-            return None  # sorted again: the same whatever the order was
-        raise _by_rank(ref.value)
-
-    def _reduced(self, ref: Ref) -> Index | None:
-        operand, bound = _reduced(ref)
-        rank = self.of(operand)
-        if ref.value.out and rank is not None and rank.variables() & {*bound}:
-            raise _by_rank(ref.value)
-        return _without(rank, bound)
-
-    def _attended(self, ref: Ref) -> Index | None:
-        """Returns the rank of an element of scaled_dot_product_attention, a sum over the keys and the features."""
-        names = [a.name for a in ref.value.func._schema.arguments]
-        given = {**dict(zip(names, ref.value.args, strict=False)), **ref.value.kwargs}
-        q, k, v = (given[name] for name in ("query", "key", "value"))
-        mask = [m for m in (given.get("attn_mask"), given.get("attn_bias")) if isinstance(m, Value)]
-        *lead, s, e = ref.index
-        if (
-            ref.value.out
-            or given.get("is_causal")
-            or given.get("dropout_p")
-            or len({len(x.shape) for x in (q, k, v)}) > 1
-        ):
+        if not own <= {*read.as_set}:
             raise Unsupported
-        t, d = Var(k.shape[-2]), Var(k.shape[-1])
-
-        def at(value: Value, *tail: Index) -> Ref:
-            return _broadcast(value, Ref(ref.value, (*lead, *tail)))
-
-        refs = [at(q, s, var(d)), at(k, var(t), var(d)), at(v, var(t), e), *(at(m, s, var(t)) for m in mask)]
-        return _without(self._together(refs, ref), [t, d])
+        return None
 
 
-def _without(rank: Index | None, bound: Sequence[Var]) -> Index | None:
-    """Returns the rank after a sum over ``bound``: None if the sum is over all ranks. Raises Unsupported if it is not."""
-    if rank is None or not rank.variables() & {*bound}:
-        return rank
-    if not rank.variables() <= {*bound}:
-        raise Unsupported
+class Read(NamedTuple):
+    """What an element is computed from: ``elements``, at every value of some variables.
+
+    ``as_set``: those over which a sum or the like is taken. ``in_order``: those whose order counts.
+    """
+
+    elements: Sequence[Ref]
+    as_set: Sequence[Var] = ()
+    in_order: Sequence[Var] = ()
+
+
+def _read(ref: Ref) -> Read | None:
+    """Returns what an element of an op's result is computed from, None for an unknown op. Raises Unsupported."""
+    func, args = ref.value.func, ref.value.args
+    rule = _RULES.get(func, _attended if _CALL in func.__name__ else None)
+    if rule is not None:
+        return rule(ref)
+    if (contracted := contraction(ref)) is not None:
+        left, right, k = contracted
+        return Read([left, right], [k])
+    if torch.Tag.pointwise in func.tags or func in FILLS or func in CASTS:
+        return Read([_broadcast(a, ref) for a in args if isinstance(a, Value)])
     return None
+
+
+def _stacked(ref: Ref) -> Read:
+    d = _dim(ref.value, argument(ref.value, "dim"))
+    index = (*ref.index[:d], *ref.index[d + 1 :])
+    return Read([Ref(piece, index) for piece in ref.value.args[0]], in_order=[*ref.index[d].variables()])
+
+
+def _embedded(ref: Ref) -> Read:
+    table, index = ref.value.args[:2]
+    row = Var(table.shape[0])
+    return Read([Ref(index, ref.index[:-1]), Ref(table, (var(row), ref.index[-1]))], in_order=[row])
+
+
+def _gathered(ref: Ref) -> Read:
+    places: list[Ref] = []
+    fresh: list[Var] = []
+
+    def place(at: Ref, x: Value, d: int, wraps: bool) -> Index:
+        places.append(at)
+        fresh.append(Var(x.shape[d]))
+        return var(fresh[-1])
+
+    below = looked_up(ref, place)
+    if below is None:
+        raise Unsupported
+    return Read([below, *places], in_order=fresh)
+
+
+def _scattered(ref: Ref) -> Read:
+    x, d, index, *source = ref.value.args
+    d = _dim(x, d)
+    own = {k: Var(size) for k, size in enumerate(index.shape) if k == d or size != x.shape[k]}
+    at = tuple(var(own[k]) if k in own else i for k, i in enumerate(ref.index))
+    written = [index, *(a for a in source if isinstance(a, Value) and a.shape)]
+    others = [v for k, v in own.items() if k != d]
+    return Read([*(Ref(a, at) for a in written), whole(x)], [own[d]], [*others, *variables_of(whole(x))])
+
+
+def _put(ref: Ref) -> Read:
+    """Reads a write at all chosen keys: what it gives has no rank."""
+    x, indices, values = ref.value.args[:3]
+    given = [i for i in (*indices, values) if isinstance(i, Value)]
+    if any(i.dtype is torch.bool for i in given[:-1]):
+        raise Unsupported
+    longest = max(given, key=lambda i: len(i.shape))
+    spread = [next((s for s in sizes if s != ONE), ONE) for sizes in _aligned([i.shape for i in given])]
+    at = Ref(longest, tuple(var(Var(s)) for s in spread))
+    return Read([*(_broadcast(i, at) for i in given), whole(x)], [*variables_of(at)], [*variables_of(whole(x))])
+
+
+def _ordered(ref: Ref) -> Read:
+    x = ref.value.args[0]
+    given = argument(ref.value, "dim", "dims")
+    dims = {_dim(x, d) for d in (given if isinstance(given, (list, tuple)) else [given])} or {*range(len(x.shape))}
+    along = {d: Var(x.shape[d]) for d in dims}
+    read = [Ref(x, tuple(var(along[d]) if d in dims else i for d, i in enumerate(ref.index)))]
+    # Keys that are sorted again are the same whatever their order was.
+    again = ref.value.func in _SORTS and ref.value.out == 0
+    return Read(read, [*along.values()]) if again else Read(read, in_order=[*along.values()])
+
+
+def _summed(ref: Ref) -> Read:
+    operand, bound = _reduced(ref)
+    return Read([operand], in_order=bound) if ref.value.out or ref.value.func in _PLACES else Read([operand], bound)
+
+
+def _attended(ref: Ref) -> Read:
+    """Reads scaled_dot_product_attention, a sum over the keys and the features."""
+    value = ref.value
+    q, k, v = (argument(value, name) for name in ("query", "key", "value"))
+    mask = argument(value, "attn_mask", "attn_bias")
+    *lead, s, e = ref.index
+    other_ranks = len({len(x.shape) for x in (q, k, v)}) > 1
+    if value.out or argument(value, "is_causal") or argument(value, "dropout_p") or other_ranks:
+        raise Unsupported
+    t, d = Var(k.shape[-2]), Var(k.shape[-1])
+    places = [(q, s, var(d)), (k, var(t), var(d)), (v, var(t), e)]
+    places += [(mask, s, var(t))] if isinstance(mask, Value) else []
+    return Read([_broadcast(x, Ref(value, (*lead, *tail))) for x, *tail in places], [t, d])
 
 
 def _aligned(shapes: Sequence[Sequence[Size]]) -> list[list[Size]]:
@@ -342,7 +336,7 @@ def _aligned(shapes: Sequence[Sequence[Size]]) -> list[list[Size]]:
 
 def _varies(ref: Ref, rank: Index) -> bool:
     """Checks whether an element may differ with the rank."""
-    ref = peeled(ref)
+    ref = uncast(ref)
     shared = any(_overlap(a, b) for i in ref.index for a in i.atoms() for b in rank.atoms())
     return shared and ref.value.func not in _UNIFORM and constant_of(ref.value) is None
 
@@ -366,16 +360,13 @@ def _by_rank(value: Value) -> Mismatch:
     return Mismatch(reason, value)
 
 
-_RULES: dict[Any, Callable[[_Ranks, Ref], Index | None]] = {
-    aten.cat.default: _Ranks._joined,
-    aten.stack.default: _Ranks._stacked,
-    aten.constant_pad_nd.default: _Ranks._padded,
-    aten.embedding.default: _Ranks._embedded,
-    **dict.fromkeys(GATHERS, _Ranks._gathered),
-    **dict.fromkeys(_SCATTERS, _Ranks._scattered),
-    **dict.fromkeys(PUTS, _Ranks._put),
-    **dict.fromkeys(_ORDERED, _Ranks._ordered),
-    **dict.fromkeys(_SET, _Ranks._reduced),
-    **dict.fromkeys(_SOFTMAXES, _Ranks._softmax),
+_RULES: dict[Any, Callable[[Ref], Read]] = {
+    aten.stack.default: _stacked,
+    aten.embedding.default: _embedded,
+    **dict.fromkeys(GATHERS, _gathered),
+    **dict.fromkeys(_SCATTERS, _scattered),
+    **dict.fromkeys(PUTS, _put),
+    **dict.fromkeys(_ORDERED, _ordered),
+    **dict.fromkeys((*_SET, *_PLACES), _summed),
+    **dict.fromkeys(_SOFTMAXES, lambda ref: Read([Ref(ref.value.args[0], ref.index)])),
 }
-"""The rank of an element of an op's result."""
