@@ -173,17 +173,17 @@ NEAR: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], object], str]] 
     "another dim": (lambda q, k, w, m: _READ(q, k, w).topk(K, 1).indices, "another dim"),
     "sort": (lambda q, k, w, m: _READ(q, k, w).sort(-1, descending=True).indices[..., :K], "sort"),
     "argsort": (lambda q, k, w, m: _READ(q, k, w).argsort(-1, descending=True)[..., :K], "sort"),
-    "magnitudes": (lambda q, k, w, m: _READ(q, k, w).abs().topk(K, -1).indices, "magnitudes"),
+    "magnitudes": (lambda q, k, w, m: _READ(q, k, w).abs().topk(K, -1).indices, "by abs"),
     "soft cap": (lambda q, k, w, m: (torch.tanh(_READ(q, k, w) / 30.0) * 30.0).topk(K, -1).indices, "tanh"),
     "soft cap inside": (
         lambda q, k, w, m: (F.relu(torch.tanh(_products(q, k) / 9.0)) * w[..., None].float()).sum(2).topk(K, -1).indices,
         "tanh"),
-    "maximum over heads": (lambda q, k, w, m: F.relu(_products(q, k) * SCALE).amax(2).topk(K, -1).indices, "maximum"),
-    "maximum of products": (lambda q, k, w, m: _products(q, k).amax(2).topk(K, -1).indices, "maximum"),
-    "no relu": (lambda q, k, w, m: (_products(q, k) * w[..., None].float()).sum(2).topk(K, -1).indices, "no relu"),
+    "maximum over heads": (lambda q, k, w, m: F.relu(_products(q, k) * SCALE).amax(2).topk(K, -1).indices, "by amax"),
+    "maximum of products": (lambda q, k, w, m: _products(q, k).amax(2).topk(K, -1).indices, "by amax"),
+    "no relu": (lambda q, k, w, m: (_products(q, k) * w[..., None].float()).sum(2).topk(K, -1).indices, "by bmm"),
     "gelu": (lambda q, k, w, m: (F.relu(F.gelu(_products(q, k))) * w[..., None].float()).sum(2).topk(K, -1).indices,
              "gelu"),
-    "loop over heads": (lambda q, k, w, m: _loop(q, k, w).topk(K, -1).indices, "added one by one"),
+    "loop over heads": (lambda q, k, w, m: _loop(q, k, w).topk(K, -1).indices, "by add"),
     "loop over queries": (
         lambda q, k, w, m: F.relu(q[0, 0].float() @ k[0].float().mT).sum(0).topk(K, 0).indices, "one query at a time"),
     "best of the choice": (lambda q, k, w, m: _READ(q, k, w).topk(K, -1).indices[..., :2], "by their place"),
@@ -196,17 +196,17 @@ NEAR: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], object], str]] 
     "unknown mask": (lambda q, k, w, m: (_READ(q, k, w) + m.float().cumsum(0)).topk(K, -1).indices, "cannot see"),
     "two levels": (
         lambda q, k, w, m: _READ(q, k, w).masked_fill(~m, torch.finfo(torch.float32).min).masked_fill(
-            ~_causal(_READ(q, k, w)), INF).topk(K, -1).indices, "differ"),
+            ~_causal(_READ(q, k, w)), INF).topk(K, -1).indices, "several levels"),
     "bias of keys": (lambda q, k, w, m: (F.relu(_products(q, k) + 0.5) * w[..., None].float()).sum(2).topk(K, -1).indices,
-                     "inside the relu|added"),
+                     "by add"),
     "squared": (lambda q, k, w, m: (F.relu(_products(q, k)) ** 2 * w[..., None].float()).sum(2).topk(K, -1).indices,
-                "power"),
+                "by pow"),
     "weights of keys": (
         lambda q, k, w, m: (F.relu(_products(q, k)) * k.float().sum(-1)[:, None, None]).sum(2).topk(K, -1).indices,
-        "weighted sum"),
+        "by mul"),
     "keys of each head": (
         lambda q, k, w, m: (F.relu(torch.einsum("bshd,bthd->bsht", q.float(), torch.stack([k, k.flip(1), k * 2], 2).float()))
-                            * w[..., None].float()).sum(2).topk(K, -1).indices, "each head has keys"),
+                            * w[..., None].float()).sum(2).topk(K, -1).indices, "keys of their own"),
 }  # fmt: skip
 """Formulas that resemble an indexer, and a part of the reason why they stay."""
 

@@ -19,18 +19,26 @@ from mhc_inductor.routing.graph.index import ONE, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ADD, MULTIPLY, SHOWN, SUB, behind_ops, constant_of, filling, inner
+from mhc_inductor.routing.masks.elements import ADD, MULTIPLY, SUB, constant_of, filling, inner
 from mhc_inductor.routing.masks.operands import (
     DIVIDE,
     by_number,
     dot,
     has_product,
-    is_parameter,
     keeps_16_bits,
     nearest,
 )
 
 EXPECTED = "expected sum over heads of w * relu(scale * q @ k), masks, and topk"
+NEAR = {
+    "scores": f"the scores are computed in another way, by {{}}; {EXPECTED}",
+    "keys": f"heads or queries have keys of their own; {EXPECTED}",
+    "mask": "the scores of hidden keys are {}; expected -inf, or the dtype's least number for all, from a bool mask or one "
+    "that is computed in the same graph",
+    "choice": f"the keys are not chosen as the largest scores along the last dim, for all queries at once: {{}}; {EXPECTED}",
+}
+"""What is said of each quantity of the formula where it is another one; the braces stand for what was found."""
+_MAXIMA = (aten.amax.default, aten.max.dim)
 _LONGEST = 64  # steps between topk and the relu
 
 
@@ -100,12 +108,10 @@ class _Walk:
         inside = self._weighted(unmasked)
         scale, (left, right, bound) = self._scaled(inside)
         keyed = [self._keyed(x) for x in (left, right)]
-        if keyed[0] == keyed[1]:
-            raise Mismatch(f"both factors of the product inside the relu depend on the key; {EXPECTED}", inside.value)
         q, k = (right, left) if keyed[0] else (left, right)
         feature = [v for v in bound if v.size != ONE]
-        if len(feature) > 1:
-            raise Mismatch(f"the product inside the relu is summed over several dims; {EXPECTED}", inside.value)
+        if keyed[0] == keyed[1] or len(feature) > 1:
+            raise other_scores(inside.value)
         sums = self.heads, self.weights, self.factor, scale
         return Formula(self.t, q, k, feature, *sums, self.hidden, list(self.met), unmasked, self.moved)
 
@@ -157,15 +163,11 @@ class _Walk:
         if not isinstance(a, Value) or not isinstance(b, Value):
             return None
         own = [has_product(x) for x in (a, b)]
-        if all(own):
-            if has_relu(ref.value):
-                raise Mismatch(f"the scores of several heads are added one by one, or to others; {EXPECTED}", ref.value)
-            raise Unrelated
-        if not any(own) or (subtracted and own[1]):
-            raise Unrelated
+        if own[0] == own[1]:
+            raise self._unlike(ref)  # such as heads that are added one by one
         scores, mask = (a, b) if own[0] else (b, a)
         if subtracted:
-            raise Mismatch("a mask is subtracted from the scores; expected one added to them", ref.value)
+            raise Mismatch(NEAR["mask"].format("lowered by a subtraction"), ref.value) if own[0] else Unrelated
         self.hidden.append(Hidden(_broadcast(mask, ref), True, True, None, ref.value.dtype, ref.value))
         return _broadcast(scores, ref)
 
@@ -189,8 +191,8 @@ class _Walk:
                 self.heads += [v for v in bound if v.size != ONE]
             elif (contracted := contraction(ref)) is not None:
                 left, right, v = contracted
-                if not any(self._keyed(x) and (_is_relu(peeled(x).value) or has_relu(x.value)) for x in (left, right)):
-                    raise self._bare(ref, left, right)
+                if not any(self._keyed(x) and has_relu(x.value) for x in (left, right)):
+                    raise self._unlike(ref)
                 self.heads += [v] if v.size != ONE else []
                 ref = self._side(ref, left, right)
             elif ref.value.func in (*MULTIPLY, *DIVIDE, aten.neg.default):
@@ -224,21 +226,8 @@ class _Walk:
 
     def _unlike(self, ref: Ref) -> Exception:
         """Returns why the scores are not those of an indexer, as Mismatch if they resemble it, else as Unrelated."""
-        below = nearest(ref.value, lambda v: v.func in _CHANGES)
-        reason = _CHANGES[below.func] if below is not None else ""
-        if below is None or not (has_relu(ref.value) or reason == _MAXIMUM) or not has_product(below):
-            if (by_hand := nearest(ref.value, _is_comparison)) is not None and has_product(by_hand):
-                return Mismatch(f"{_BY_HAND}; {EXPECTED}", by_hand)
-            if not has_relu(self.scores.value) or not has_product(self.scores.value):
-                return Unrelated()
-            reason, below = "what is between the relu and topk is not a weighted sum over heads", ref.value
-        return Mismatch(f"{reason}; {EXPECTED}", below)
-
-    def _bare(self, ref: Ref, left: Ref, right: Ref) -> Exception:
-        """Returns why a product without a relu is not that of an indexer."""
-        if not self.heads or _parameter(left) or _parameter(right):
-            return Unrelated()
-        return Mismatch(f"the products of q and k have no relu; {EXPECTED}", ref.value)
+        near = self.heads or ref.value.func in _MAXIMA or has_relu(self.scores.value)
+        return other_scores(ref.value) if near and has_product(ref.value) else Unrelated()
 
     # --- inside the relu ---
 
@@ -255,27 +244,18 @@ class _Walk:
                 break
             factor, ref = multiple
             scale *= _finite(factor)
-        if not has_product(ref.value):
-            raise Unrelated
-        what = _CHANGES.get(ref.value.func) or "what is inside the relu is not a number times q @ k"
-        raise Mismatch(f"{what}; {EXPECTED}", ref.value)
+        raise self._unlike(ref)
+
+
+def other_scores(value: Value) -> Mismatch:
+    """Returns that the scores are not those of an indexer, because of the op that computes ``value``."""
+    return Mismatch(NEAR["scores"].format(value.func.__name__.partition(".")[0]), value)
 
 
 def _finite(x: float) -> float:
     if not math.isfinite(x) or x == 0.0:
         raise Unsupported
     return x
-
-
-def peeled(ref: Ref) -> Ref:
-    """Returns the element behind views, casts and ``detach``."""
-    while (below := inner(ref)) is not None:
-        ref = below
-    return ref
-
-
-def _parameter(ref: Ref) -> bool:
-    return is_parameter(peeled(ref).value)
 
 
 def _is_relu(value: Value) -> bool:
@@ -291,44 +271,6 @@ def _is_relu(value: Value) -> bool:
     return func is aten.maximum.default and constant_of(args[1]) == 0.0
 
 
-def _is_comparison(value: Value) -> bool:
-    """Checks whether a value is a relu written with a comparison: where(x > 0, x, 0), or x * (x > 0)."""
-    if value.func is aten.where.self:
-        return constant_of(value.args[2]) == 0.0 and _is_positive(value.args[0], value.args[1])
-    sides = value.args[:2] if value.func in MULTIPLY else ()
-    return any(_is_positive(a, b) for a, b in (sides, sides[::-1]) if isinstance(a, Value)) if sides else False
-
-
-def _is_positive(value: Value, of: Any) -> bool:
-    """Checks whether a value, or what it is cast from, is ``of > 0`` or ``of >= 0``."""
-    value = behind_ops(value, SHOWN)
-    return value.func in _ABOVE and value.args[0] is of and constant_of(value.args[1]) == 0.0
-
-
 def has_relu(value: Value) -> bool:
     """Checks whether a relu is among what computes ``value``, before any product below it."""
     return nearest(value, _is_relu) is not None
-
-
-_ABOVE = (aten.gt.Scalar, aten.ge.Scalar, aten.gt.Tensor, aten.ge.Tensor)
-_BY_HAND = "the relu is written with a comparison, which gives other numbers for NaN and infinity"
-_MAXIMUM = "the scores are a maximum, not a sum over heads"
-_CHANGES = {
-    aten.tanh.default: "the scores are capped by a tanh",
-    aten.sigmoid.default: "the scores are put through a sigmoid",
-    aten.amax.default: _MAXIMUM,
-    aten.max.dim: _MAXIMUM,
-    aten._softmax.default: "the scores are put through a softmax",
-    aten.abs.default: "topk takes the largest magnitudes",
-    aten.add.Tensor: "something is added to the scores",
-    aten.sub.Tensor: "something is subtracted from the scores",
-    aten.clamp.default: "the scores are clamped",
-    aten.clamp_min.default: "the scores are clamped",
-    aten.clamp_max.default: "the scores are clamped",
-    aten.native_dropout.default: "the scores are dropped out",
-    aten.pow.Tensor_Scalar: "the scores are raised to a power",
-    aten.gelu.default: "the scores are put through a gelu",
-    aten.silu.default: "the scores are put through a silu",
-    aten.exp.default: "the scores are put through an exp",
-}
-"""Ops on scores that are no part of an indexer, in words."""

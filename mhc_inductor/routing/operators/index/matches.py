@@ -11,9 +11,10 @@ from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, presen
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value, Values
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.elements import uncast
 from mhc_inductor.routing.masks.layouts import best
 from mhc_inductor.routing.masks.operands import Source, sources
-from mhc_inductor.routing.operators.index.formula import EXPECTED, Formula, peeled
+from mhc_inductor.routing.operators.index.formula import NEAR, Formula
 from mhc_inductor.routing.operators.index.profit import Sizes
 from mhc_inductor.routing.operators.index.visible import Visible
 
@@ -87,19 +88,17 @@ class Found:
 
 def roles(formula: Formula, lead: list[Var]) -> tuple[list[Var], list[Var]]:
     """Returns the variables of the batch and of the queries. Raises Mismatch where q, k or w have others."""
-    in_k, in_q = (variables_of(peeled(ref)) for ref in (formula.k, formula.q))
+    in_k, in_q = (variables_of(uncast(ref)) for ref in (formula.k, formula.q))
     rows = [v for v in lead if v.size != ONE]
     batch = [v for v in rows if v in in_k]
     query = [v for v in rows if v not in in_k]
     heads = set(formula.heads)
-    if in_k & heads:
-        raise Mismatch(f"each head has keys of its own; {EXPECTED}", formula.k.value)
-    if batch and not query and len(rows) > 1:
-        raise Mismatch(f"each query has keys of its own; {EXPECTED}", formula.k.value)
+    if in_k & heads or (batch and not query and len(rows) > 1):
+        raise Mismatch(NEAR["keys"], formula.k.value)
     known = {*rows, *heads}
     if not in_q - set(formula.feature) <= known or not in_k - set(formula.feature) <= {*batch, formula.t}:
         raise Unsupported
-    if any(not variables_of(peeled(w)) <= known for w in formula.weights):
+    if any(not variables_of(uncast(w)) <= known for w in formula.weights):
         raise Unsupported
     return batch, query
 

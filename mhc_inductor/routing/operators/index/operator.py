@@ -18,11 +18,11 @@ from mhc_inductor.routing.graph.linear import Key
 from mhc_inductor.routing.graph.values import Value, example, name_of, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Mismatch, Miss
-from mhc_inductor.routing.masks.elements import SHOWN, constant_of
+from mhc_inductor.routing.masks.elements import SHOWN, argument, constant_of
 from mhc_inductor.routing.masks.operands import Source, has_product
 from mhc_inductor.routing.operators.index.check import Check
 from mhc_inductor.routing.operators.index.emit import emit_choice
-from mhc_inductor.routing.operators.index.formula import EXPECTED, Formula, Unrelated, has_relu, recognised
+from mhc_inductor.routing.operators.index.formula import EXPECTED, NEAR, Formula, Unrelated, has_relu, recognised
 from mhc_inductor.routing.operators.index.matches import OP, PICKS, SCORES, Found, operands, roles
 from mhc_inductor.routing.operators.index.order import ranked_outside
 from mhc_inductor.routing.operators.index.profit import keeps_formula, refusal
@@ -126,7 +126,7 @@ def _found(view: View, scores: Value, start: Value, outs: list[Value]) -> Found:
     dims = [*lead, Var(outs[0].shape[-1])]
     found = Found(formula, scores, outs, dims, _count(outs), batch, query, seen, q, k, weights)
     _check(view, found, start)
-    ranked = ranked_outside(view, found, _sorted(start))
+    ranked = ranked_outside(view, found, argument(start, "sorted"))
     if found.marked and (ranked or seen.fill is None):
         raise Mismatch(VALUES, next(v for v in outs if not v.out))
     return dataclasses.replace(found, ranked=ranked)
@@ -172,18 +172,16 @@ def _device(value: Value) -> str:
 def _check_call(start: Value, scores: Value) -> None:
     """Raises Mismatch unless the largest scores along the last dim are chosen."""
     if start.func is not aten.topk.default:
-        raise Mismatch(f"the keys are chosen by a sort; {EXPECTED}", start)
-    if len(scores.shape) < 2:
-        raise Mismatch(
-            "the keys of one query at a time are chosen, as in a loop over queries; expected all at once", start
-        )
-    rest = start.args[2:]
-    dim = start.kwargs.get("dim", rest[0] if rest else -1)
-    largest = start.kwargs.get("largest", rest[1] if len(rest) > 1 else True)
-    if dim % len(scores.shape) != len(scores.shape) - 1:
-        raise Mismatch("topk is over another dim than the last", start)
-    if not largest:
-        raise Mismatch("topk takes the smallest scores", start)
+        found = "by a sort"
+    elif len(scores.shape) < 2:
+        found = "one query at a time"
+    elif argument(start, "dim") % len(scores.shape) != len(scores.shape) - 1:
+        found = "along another dim"
+    elif not argument(start, "largest"):
+        found = "the smallest"
+    else:
+        return
+    raise Mismatch(NEAR["choice"].format(found), start)
 
 
 def _count(outs: list[Value]) -> Any:
@@ -192,11 +190,6 @@ def _count(outs: list[Value]) -> Any:
     if call is None:
         return None
     return call.args[1] if len(call.args) > 1 else call.kwargs.get("k")
-
-
-def _sorted(start: Value) -> bool:
-    rest = start.args[2:]
-    return bool(start.kwargs.get("sorted", rest[2] if len(rest) > 2 else True))
 
 
 def check_scores(view: View, found: Found) -> None:

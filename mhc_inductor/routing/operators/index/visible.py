@@ -6,21 +6,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, Linear, floor, number, of_size
-from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.additive import PossibleValues, spacing
 from mhc_inductor.routing.masks.elements import NOT, constant_of, inner
 from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Given, Literal, elements_of, eliminated, free
 from mhc_inductor.routing.masks.layouts import layout
 from mhc_inductor.routing.masks.masks import Masks
-from mhc_inductor.routing.operators.index.formula import Hidden
+from mhc_inductor.routing.operators.index.formula import NEAR, Hidden
 
 LOWEST = torch.finfo(torch.bfloat16).min
 """No score reaches this number: masks of bf16 models are added to scores in fp32."""
@@ -93,22 +91,9 @@ def _values(one: Hidden) -> frozenset[float]:
     if not one.added:
         return frozenset({one.fill}) if one.fill is not None else frozenset()
     try:
-        return _Numbers()(one.mask.value)
+        return PossibleValues()(one.mask.value)
     except Unsupported:
-        raise Mismatch(
-            "the mask added to the scores is a tensor whose values routing cannot see; "
-            "expected a bool mask, or 0 and -inf made from one in the same graph",
-            one.mask.value,
-        ) from None
-
-
-class _Numbers(PossibleValues):
-    """Finds the numbers that a mask can hold, also where it is made of booleans that the graph is given."""
-
-    def __call__(self, a: Any) -> frozenset[float]:
-        """Returns every number that an element of ``a`` can be. Raises Unsupported if they are not known."""
-        given = isinstance(a, Value) and a.dtype is torch.bool and a.func is None
-        return frozenset({0.0, 1.0}) if given else super().__call__(a)
+        raise Mismatch(NEAR["mask"].format("lowered by numbers that routing cannot see"), one.mask.value) from None
 
 
 def _level(hidden: list[Hidden], values: list[frozenset[float]]) -> float | None:
@@ -117,21 +102,16 @@ def _level(hidden: list[Hidden], values: list[frozenset[float]]) -> float | None
     for one, numbers in zip(hidden, values, strict=True):
         for fill in numbers - {0.0} if one.added else numbers:
             lowest = max(torch.finfo(one.dtype).min, LOWEST)
-            if not fill <= lowest:
-                what = f"lowered by {-fill:g}" if one.added else f"set to {fill:g}"
-                expected = f"expected -inf or torch.finfo({one.dtype}).min"
+            differ = one.added and math.isfinite(fill) and spacing(fill, one.dtype) / 2 < _LOST
+            if not fill <= lowest or differ:
                 raise Mismatch(
-                    f"the scores of hidden keys are {what}, which a visible score may reach; {expected}", one.at
+                    NEAR["mask"].format(f"lowered by {-fill:g}" if one.added else f"set to {fill:g}"), one.at
                 )
-            if one.added and math.isfinite(fill) and spacing(fill, one.dtype) / 2 < _LOST:
-                raise Mismatch(f"the scores of hidden keys plus {fill:g} still differ; expected -inf", one.at)
             fills.add(fill)
     finite = {f for f in fills if not math.isinf(f)}
     if finite and (len(fills) > 1 or (len(hidden) > 1 and any(one.added for one in hidden))):
         said = " and ".join(f"{f:g}" for f in sorted(fills))
-        raise Mismatch(
-            f"several masks hide keys by {said}, so that hidden keys differ; expected -inf, or one mask", hidden[0].at
-        )
+        raise Mismatch(NEAR["mask"].format(f"on several levels, {said}"), hidden[0].at)
     return None if finite and hidden[0].added else next(iter(fills), -math.inf)
 
 
