@@ -180,8 +180,8 @@ def stacked(a: dict[str, Tensor]) -> Tensor:
 SCORES: dict[str, tuple[Callable[[dict[str, Tensor]], Tensor], str]] = {
     "masked, plain": (lambda a: torch.cat([hidden(a, "kc"), plain(a)], -1), "different scales"),
     "plain, masked": (lambda a: torch.cat([plain(a, "kc"), hidden(a)], -1), "different scales"),
-    "written to slices": (written, "written to slices"),
-    "padded": (lambda a: F.pad(hidden(a, "kc"), (0, T), value=-1e9), "padded"),
+    "written to slices": (written, "changed by slice_scatter"),
+    "padded": (lambda a: F.pad(hidden(a, "kc"), (0, T), value=-1e9), "changed by constant_pad_nd"),
 }
 
 
@@ -206,13 +206,13 @@ def test_scores_put_together_from_masked_ones_are_named(scores: str, softmax: Ca
 
 
 OTHERS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
-    "stacked": (lambda a: stacked(a).softmax(-1), "more keys"),
-    "one of two": (lambda a: torch.where(listed(a), hidden(a), plain(a)).softmax(-1) @ a["v"], "chosen from several"),
-    "a sum": (lambda a: (hidden(a) + hidden(a)).softmax(-1) @ a["v"], "added to other scores"),
+    "stacked": (lambda a: stacked(a).softmax(-1), "changed by stack"),
+    "one of two": (lambda a: torch.where(listed(a), hidden(a), plain(a)).softmax(-1) @ a["v"], "changed by where"),
+    "a sum": (lambda a: (hidden(a) + hidden(a)).softmax(-1) @ a["v"], "changed by add"),
     "a maximum": (lambda a: torch.maximum(hidden(a), plain(a) - 9).softmax(-1) @ a["v"], "changed by maximum"),
     "a temperature": (lambda a: (hidden(a) * a["x"][:, None, :, :1].sigmoid()).softmax(-1) @ a["v"],
-                      "multiplied by a tensor"),
-    "a divisor": (lambda a: (hidden(a) / a["x"][:, None, :, :1].exp()).softmax(-1) @ a["v"], "divided by a tensor"),
+                      "changed by mul"),
+    "a divisor": (lambda a: (hidden(a) / a["x"][:, None, :, :1].exp()).softmax(-1) @ a["v"], "changed by div"),
     "softplus": (lambda a: F.softplus(hidden(a)).softmax(-1) @ a["v"], "changed by softplus"),
     "flipped": (lambda a: hidden(a).flip(-1).softmax(-1) @ a["v"].flip(-2), "changed by flip"),
     "gathered": (lambda a: hidden(a)[..., torch.tensor([3, 1, 0, 2])].softmax(-1) @ a["kc"], "changed by index"),

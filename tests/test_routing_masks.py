@@ -418,11 +418,11 @@ def _sunk(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Any:
 NEAR_MISSES: dict[str, tuple[Whole, str]] = {
     "soft cap": (
         lambda q, k, v, r: (3.0 * torch.tanh(q @ k.mT / 3.0)).masked_fill(~_inside(r), -INF).softmax(-1) @ v,
-        "the scores are capped by a tanh",
+        "the scores are changed by tanh",
     ),
     "clamp": (
         lambda q, k, v, r: (q @ k.mT).clamp(-5, 5).masked_fill(~_inside(r), -INF).softmax(-1) @ v,
-        "the scores are clamped",
+        "the scores are changed by clamp",
     ),
     "bias": (
         lambda q, k, v, r: (

@@ -279,7 +279,7 @@ LEFT: dict[str, tuple[Form, str]] = {
     ),
     "a tanh on one segment": (
         changed(lambda q, kc, k, at: (both(q, k, kc, at)[0], (q @ k.mT).tanh())),
-        "capped by a tanh",
+        "changed by tanh",
     ),
     "overlapping slices": (
         changed(product=lambda w, vc, v: w[..., :C] @ vc + w[..., C - 1 : C - 1 + S] @ v),

@@ -191,8 +191,8 @@ def doubled(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Ten
 NOT_ONE: dict[str, tuple[Form, str]] = {
     "other factors": (factors, "have different factors"),
     "keys of each query": (relative, "differ where V does not"),
-    "capped": (capped, "not scale * q @ k alone"),
-    "doubled 20 times": (doubled, "not scale * q @ k alone"),
+    "capped": (capped, "changed by add"),
+    "doubled 20 times": (doubled, "changed by add"),
 }
 
 

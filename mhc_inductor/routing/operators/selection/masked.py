@@ -16,28 +16,15 @@ from mhc_inductor.routing.graph.values import LOOKED_AT, OUTSIDE, Value, behind,
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.additive import SOURCES, PossibleValues
-from mhc_inductor.routing.masks.elements import ADD, FILLS, MULTIPLY, SHOWN, SUB, constant_of
+from mhc_inductor.routing.masks.elements import ADD, SUB
 from mhc_inductor.routing.masks.masks import Masks
-from mhc_inductor.routing.masks.operands import DIVIDE, dot, is_parameter, products, projects
-from mhc_inductor.routing.operators.selection.scores import CHANGES, OTHER_LOGITS, at_key
+from mhc_inductor.routing.masks.operands import dot, is_parameter, projects
+from mhc_inductor.routing.operators.selection.scores import at_key
 
 LOGS = (aten.logsumexp.default, aten._log_softmax.default)
 MAXIMA = (aten.amax.default, aten.max.dim, *LOGS)
 _ENDS = {*MAXIMA, aten._softmax.default, aten._safe_softmax.default, aten.topk.default, aten.sort.default}
 """Ops whose results are no scores: what stands above them is another formula."""
-_PLAIN = {*SHOWN, *FILLS, *ADD, *SUB, aten.where.self}
-_JOINED = (aten.cat.default, aten.stack.default)
-_FACTORS = (*MULTIPLY, *DIVIDE)
-_WORDS = {
-    **CHANGES,
-    **dict.fromkeys(MULTIPLY, "multiplied by a tensor"),
-    **dict.fromkeys(DIVIDE, "divided by a tensor"),
-    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), "added to other scores"),
-    aten.where.self: "chosen from several",
-    aten.constant_pad_nd.default: "padded",
-    aten.slice_scatter.default: "written to slices of a tensor",
-    aten.neg.default: "negated",
-}
 
 ORDINARY = "the mask depends on positions or padding alone (causal, sliding, documents), not on selected keys: left to torch.compile"
 LEARNED = "a tensor that is trained is added to the scores; expected masks, whose values are 0 or at most -1e4"
@@ -46,7 +33,6 @@ OPAQUE = (
     "returns), and which may have an element for each query and key; expected a mask that is computed in the same graph "
     "from starts and ends, blocks or indices of keys"
 )
-_CUT = "a hook, or a step that is neither a mask nor a scale, lies between the masked scores and their softmax"
 
 
 def selecting(given: Iterable[Value], masks: Masks) -> list[Value]:
@@ -121,29 +107,6 @@ class Masked:
         """Checks whether all masks are known to be none of selected keys."""
         masks = Masks(self.view.values.fixed, self.view.values.hints)
         return not selecting(self.masks, masks) and unknown(self.view, self.masks, self.scores.shape)[0] is not OPAQUE
-
-    @property
-    def why(self) -> tuple[str, Value | None] | None:
-        """Returns how the scores differ from masked products of q and k, and the value where they do; else None."""
-        return self._why(self.scores)
-
-    def _why(self, at: Value) -> tuple[str, Value | None] | None:
-        while products(whole(at)) is None:
-            below = [a for a in self._sources(at) if isinstance(a, Value) and self._known.get(a)]
-            scaled = at.func in _FACTORS and any(
-                not isinstance(a, Value) or constant_of(a) is not None for a in at.args[:2]
-            )
-            if at.func is None:
-                return _CUT, at
-            if at.func is aten.cat.default and all(self._known.get(piece) for piece in at.args[0]):
-                return next(filter(None, map(self._why, at.args[0])), None)
-            if at.func in _JOINED:
-                return OTHER_LOGITS, at
-            if len(below) != 1 or not (scaled or at.func in _PLAIN):
-                changed = _WORDS.get(at.func) or f"changed by {at.func.__name__.partition('.')[0]}"
-                return f"the scores are {changed}; expected scale * q @ k, and masks", at
-            at = below[0]
-        return None
 
     def _sources(self, at: Value) -> list[object]:
         """Returns what the elements of a value are taken from, numbers included."""

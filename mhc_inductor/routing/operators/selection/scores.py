@@ -13,9 +13,9 @@ import torch
 
 from mhc_inductor.routing.graph.bounds import Steps
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, joined, step, whole
-from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, const, product_of, var
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var, const, product_of, var
 from mhc_inductor.routing.graph.linear import Key, Linear, number, of_size, size_of_sum
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import OUTSIDE, Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import ADD, DETACH, FILLS, constant_of, filling, kept
 from mhc_inductor.routing.masks.keys import All, AnyOf, KeyData, both, either
@@ -73,7 +73,7 @@ class Scores:
                 dense += found[1]
                 break
             if not 0.0 < abs(self.factor) < math.inf:
-                raise NotOurs
+                raise changed(self.ref.value)
             negated = self.ref.value if self.factor < 0.0 else negated
             below = self._unmasked(self.ref)
             if below is None:
@@ -119,14 +119,13 @@ class Scores:
                 return self._summed(ref)
         if func is aten.cat.default:
             return self._joined(ref)
-        changed = CHANGES.get(func)
-        raise NotOurs(f"the scores are {changed}; expected scale * q @ k, and masks" if changed else "", value)
+        raise changed(value)
 
     def _filled(self, ref: Ref, mask: Value, want: bool, scores: Value, given: Any) -> Ref:
         """Returns the scores that stay where ``mask`` is ``want`` and are replaced by ``given`` elsewhere."""
         fill = constant_of(given)
         if fill is None or fill != fill:
-            raise NotOurs
+            raise changed(ref.value)
         self.given.append(mask)
         if not self.factor * fill <= -1e4:
             raise Mismatch(f"scores of other keys are set to {self.factor * fill:g}; expected -inf", ref.value)
@@ -140,7 +139,7 @@ class Scores:
         a, b = ref.value.args
         known = constant_of(a) if constant_of(a) is not None else constant_of(b)
         if known is None or not abs(known) < 1e4:
-            raise NotOurs
+            raise changed(ref.value)
         self.shifted = True
         self._steps.append(functools.partial(self.fills.moved, 1.0, known, ref.value.dtype))
         return _broadcast(a if constant_of(a) is None else b, ref)
@@ -151,7 +150,7 @@ class Scores:
         own = [is_scores(side) for side in sides]
         sign = 1.0 if ref.value.func is aten.add.Tensor else -1.0
         if sum(own) != 1 or len(own) != 2 or (sign < 0.0 and own[1]):
-            raise NotOurs
+            raise changed(ref.value)
         scores, mask = sides if own[0] else sides[::-1]
         self.given.append(mask.value)
         if self.layers is not None:
@@ -233,18 +232,35 @@ def _is_row_maximum(value: Any, of: Value, ref: Ref) -> bool:
     return d is not None and (keys == [d] or (not keys and d == len(of.shape) - 1))
 
 
-CHANGES = {
-    aten.tanh.default: "capped by a tanh",
-    aten.clamp.default: "clamped",
-    aten.clamp_min.default: "clamped",
-    aten.clamp_max.default: "clamped",
-    aten.native_dropout.default: "dropped out",
-    aten.sigmoid.default: "put through a sigmoid",
-    aten.relu.default: "put through a relu",
-    aten.rsub.Scalar: "subtracted from a number",
-    aten.rsub.Tensor: "subtracted from something",
+_CHANGES = {
+    aten.tanh.default,
+    aten.clamp.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.native_dropout.default,
+    aten.sigmoid.default,
+    aten.relu.default,
+    aten.rsub.Scalar,
+    aten.rsub.Tensor,
 }
-"""Ops on scores that are not part of selection attention, and what they do in words."""
+"""Ops on scores that are not part of selection attention. Masks may be put on their results."""
+
+
+def changed(value: Value) -> NotOurs:
+    """Returns what is said of scores that something else than a mask or a constant changes."""
+    unseen = value.func in (None, OUTSIDE)
+    by = "a hook, or a step that routing cannot see through" if unseen else value.func.__name__.partition(".")[0]
+    return NotOurs(f"the scores are changed by {by}; expected scale * q @ k, and masks", value)
+
+
+def difference(scores: Value, dim: int) -> tuple[str, Value | None] | None:
+    """Returns how scores differ from masked products of q and k, and the value where they do; None if they do not."""
+    try:
+        with contextlib.suppress(Unsupported, DynamicWidth):
+            Scores(at_key(scores, dim), Masks({}, {}), [], [])
+    except (NotOurs, Mismatch) as found:
+        return found.reason, found.value
+    return None
 
 
 def at_key(value: Value, dim: int) -> Ref:
@@ -285,7 +301,7 @@ def _parts(ref: Ref) -> list[Ref]:
     parts: tuple[Any, ...] = ()
     if (filled := filling(ref.value)) is not None:
         parts = (kept(ref.value) if func in FILLS else filled[2],)
-    elif func in CHANGES:
+    elif func in _CHANGES:
         parts = args[:1]
     elif func in (*ADD, aten.sub.Tensor):
         parts = args[:2]

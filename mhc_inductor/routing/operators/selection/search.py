@@ -21,6 +21,7 @@ from mhc_inductor.routing.operators.selection.attention import Recogniser
 from mhc_inductor.routing.operators.selection.masked import OPAQUE, Masked, unknown
 from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
 from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, reads_masks, sizes_of
+from mhc_inductor.routing.operators.selection.scores import difference
 from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     by_choice,
     gathered,
@@ -30,7 +31,6 @@ from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     logged,
     masked_softmax,
     picked_scores,
-    renormalised,
 )
 from mhc_inductor.routing.operators.selection.weights import Weights, Written
 from mhc_inductor.routing.operators.selection.written_out import written_softmax
@@ -322,11 +322,11 @@ class Search:
         _, node, value, *_ = written
         logits = value.args[0]
         self.softmaxes |= {logits, *(logits.args[0] if logits.func is aten.cat.default else ())}
-        again = renormalised(self.view, value, node)
-        if again is not None:
-            return self._unrouted(_RENORMALISED, again[0], node, Masked(self.view, logits, again[1]))
         self._said = None
         weights = Weights(self.view, written)
+        if weights.renormalised is not None and weights.guards:
+            masked = Masked(self.view, logits, weights.guards)
+            return self._unrouted(_RENORMALISED, weights.renormalised, node, masked)
         found = self._tried(lambda recogniser: recogniser.written(weights), node) if len(weights.outs) == 1 else None
         if isinstance(found, Found) and weights.dropped is not None:
             return self._miss("the attention weights are dropped out", weights.dropped, node)
@@ -340,7 +340,7 @@ class Search:
         if not weights.over_keys:
             return None
         masked = Masked(self.view, scores)
-        return self._unrouted(*(masked.why or self._said or weights.why), node, masked)
+        return self._unrouted(*(self._said or difference(scores, weights.softmax.args[1]) or weights.why), node, masked)
 
     # --- uses outside the attention ---
 

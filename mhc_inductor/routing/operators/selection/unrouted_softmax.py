@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports softmaxes over masked scores that are not routed, so that they do not stay silently.
 
-They are written out as exp(scores) over a sum, their scores pass through something that routing cannot follow, or their
-weights are masked and divided by their own sum or norm.
+They are written out as exp(scores) over a sum, or their scores pass through something that routing cannot follow.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import SHOWN, constant_of
 from mhc_inductor.routing.masks.masks import Masks
-from mhc_inductor.routing.masks.operands import DIVIDE, Scaled, dot, has_product
+from mhc_inductor.routing.masks.operands import Scaled, dot, has_product
 from mhc_inductor.routing.masks.scatters import GATHERS
 from mhc_inductor.routing.operators.selection.masked import LOGS, MAXIMA, Masked
 from mhc_inductor.routing.operators.selection.matches import NotOurs
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, is_scores
-from mhc_inductor.routing.operators.selection.weights import REACH, Weights, Written, guarded, multiplied, shows
+from mhc_inductor.routing.operators.selection.weights import REACH, Weights, Written
 
 _NAMES = ("exp", "exp_", "exp2", "exp2_", "special_exp2", "expm1", "special_expm1", "pow")
 _POWERS = {aten.exp.default: 0, aten.exp2.default: 0, aten.expm1.default: 0, aten.pow.Scalar: 1}
@@ -136,45 +135,3 @@ def picked_scores(scores: Value) -> Value | None:
         return at if fill is not None and fill <= -1e4 and has_product(at.args[3]) else None
     picks = at.func is aten.gather.default or (at.func is aten.topk.default and at.out == 0)
     return at if picks and has_product(at.args[0]) else None
-
-
-def renormalised(view: View, softmax: Value, node: fx.Node) -> tuple[Value, list[Value]] | None:
-    """Returns weights of an attention that are masked and divided by their sum, and the masks; None if there are none.
-
-    They and masked scores agree where the softmax leaves something for the visible keys. Where hidden scores are so far above
-    the others that the visible weights are rounded to 0, they are 0 / 0 or lose their digits, and masked scores do not.
-    Scores are products of tensors: the choice of a router, which multiplies by a parameter, is none.
-    """
-    if not has_product(softmax.args[0]):
-        return None
-    known: dict[Value, None] = {softmax: None}
-    guards: list[Value] = []
-    found: list[Value] = []
-
-    def passes(user: fx.Node) -> bool:
-        value = view.value(user)
-        if value is None or found:
-            return False
-        mask = _masked(value, known)
-        if mask is not None:
-            guards.append(mask)
-        if mask is not None or shows(value, known):
-            known[value] = None
-            return True
-        divided = (v for v in inner(value) if v.func in DIVIDE and v.args[0] in known)
-        found.extend(
-            value for v in divided if isinstance(v.args[1], Value) and not known.keys().isdisjoint(behind(v.args[1]))
-        )
-        return False
-
-    view.descendants([node], passes, REACH)
-    return (found[0], guards) if found and guards else None
-
-
-def _masked(value: Value, known: dict[Value, None]) -> Value | None:
-    """Returns the tensor that weights are multiplied by or masked with."""
-    guard = guarded(value, known)
-    if guard is not None:
-        return guard.mask
-    pairs = [(a, b) for a, b in multiplied(value) if a in known and b not in known]
-    return next((b for _, b in pairs if b.shape[-1:] == value.shape[-1:]), None)

@@ -14,10 +14,10 @@ from torch import fx
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, peel, step, whole
 from mhc_inductor.routing.graph.index import ONE, Index, Var
 from mhc_inductor.routing.graph.linear import placed
-from mhc_inductor.routing.graph.values import Value, name_of
+from mhc_inductor.routing.graph.values import Value, behind, inner, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import ALL, ANY, CASTS, MULTIPLY, NOT, behind_ops, constant_of, filling, uncast
-from mhc_inductor.routing.masks.operands import dot, keeps_16_bits
+from mhc_inductor.routing.masks.operands import DIVIDE, dot, keeps_16_bits
 
 _CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
 REACH = 16
@@ -116,7 +116,8 @@ class Weights:
 
     ``same``: the values that equal the softmax except in rows without keys. ``known``: how each of them is guarded.
     ``outs``: their products with V; of ``after``, the second in place of the first, which the graph divides by their sum.
-    ``dropped``: the value after a dropout, None without one. ``bare``: as in :class:`Written`.
+    ``dropped``: the value after a dropout, None without one. ``bare``: as in :class:`Written`. ``renormalised``: the weights
+    divided by their own sum or norm, None if they are not.
     """
 
     def __init__(self, view: View, written: Written) -> None:
@@ -126,6 +127,9 @@ class Weights:
         self.same: dict[Value, None] = dict.fromkeys((written.softmax, written.weights))
         self.outs: list[Value] = []
         self.dropped: Value | None = None
+        self.renormalised: Value | None = None
+        self._scaled: dict[Value, Value] = {}
+        """Weights multiplied by a tensor, and that: a sum of products with V, or weights masked by numbers."""
         self._after = written.after
         view.descendants([written.node], self._passes, REACH)
         self._sums = set[Value]()
@@ -154,6 +158,12 @@ class Weights:
         if out.value not in self._sums:
             return [out]
         return [part for a in out.value.args for part in self.parts(_broadcast(a, out))]
+
+    @property
+    def guards(self) -> list[Value]:
+        """Returns the tensors that weights are masked with or multiplied by."""
+        masks = [known.mask for known in self.known.values() if known.mask is not None]
+        return [*masks, *(by for of, by in self._scaled.items() if by.shape[-1:] == of.shape[-1:])]
 
     @property
     def why(self) -> tuple[str, Value | None]:
@@ -194,8 +204,22 @@ class Weights:
             before, divided = self._after or (None, None)
             self.outs.append(divided if reached is before and divided is not None else reached)
             return False
-        # The elementwise product in a sum of products.
-        return reached.func in MULTIPLY and any(isinstance(a, Value) and a in self.same for a in reached.args[:2])
+        factor = next((b for a, b in multiplied(reached) if a in self.same), None)
+        if factor is None and shows(reached, self._scaled):
+            factor = self._scaled[reached.args[0]]
+        if factor is not None:
+            self._scaled[reached] = factor
+            return True
+        if any(map(self._is_divided, inner(reached))):
+            self.renormalised = reached
+        return False
+
+    def _is_divided(self, value: Value) -> bool:
+        """Checks whether weights are divided by something that is computed from weights."""
+        if value.func not in DIVIDE:
+            return False
+        known, (of, by) = {*self.same, *self._scaled}, value.args[:2]
+        return of in known and isinstance(by, Value) and not known.isdisjoint(behind(by))
 
     def _dropout(self, value: Value, node: fx.Node) -> Value | None:
         """Returns the first argument of a dropout, None for one that changes nothing."""
