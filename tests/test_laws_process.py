@@ -202,7 +202,7 @@ def _two_loops(p: Leaves) -> Any:
 ONE_OF_TWO: dict[str, tuple[Callable[[Leaves], Any], Callable[[], Leaves], type, str, dict[str, int]]] = {
     "blocks": (_two_blocks, mhc_leaves, Group, "run", {"mhc_pre": 1, "mhc_post": 2, "mhc_sinkhorn": 1}),
     "attentions": (_two_attentions, selection_leaves, Attentions, "written", {"selection_attention": 1}),
-    "masked calls": (_two_masked_calls, selection_leaves, Attentions, "sdpa", {"selection_attention": 1}),
+    "masked calls": (_two_masked_calls, selection_leaves, Attentions, "written", {"selection_attention": 1}),
     "loops": (_two_loops, lambda: e79_leaves(steps=1), Steps, "step", {"e79_scan": 1}),
 }
 

@@ -546,6 +546,7 @@ def test_plain_attention_is_no_near_miss() -> None:
             F.scaled_dot_product_attention(q, k, v, torch.where(causal, -(rows - t) * 0.1, float("-inf"))),
             torch.softmax(q @ k.mT * 0.3, -1) @ v,
             (q @ k.mT).masked_fill(~causal, float("-inf")).softmax(-1) @ v,
+            (q @ k.mT + torch.where(causal, -(rows - t) * 0.1, float("-inf"))).softmax(-1) @ v,
             torch.softmax(q, -1),
         ]
         return tuple(outs)

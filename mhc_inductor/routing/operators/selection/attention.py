@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognises one attention, softmax(scale * q @ k.T) @ v over a union of key ranges, in normal form.
 
-It starts at a call of scaled_dot_product_attention or at a softmax. See :mod:`.keys` for the normal form of masks.
+It starts at a softmax; see :mod:`.written_out` for those of calls. See :mod:`.keys` for the normal form of masks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
-import torch
-from torch import fx
-
-from mhc_inductor.routing.graph.expressions import Ref, aten, broadcast, number, peel
+from mhc_inductor.routing.graph.expressions import Ref, aten, peel
 from mhc_inductor.routing.graph.index import (
     ONE,
     DynamicWidth,
@@ -23,18 +19,17 @@ from mhc_inductor.routing.graph.index import (
     Unsupported,
     Var,
     const,
-    product_of,
     var,
 )
 from mhc_inductor.routing.graph.linear import Key, atom, placed, replaced, variables_of
-from mhc_inductor.routing.graph.values import Value, Values, example
+from mhc_inductor.routing.graph.values import Value, Values
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.keys import TRUE, AnyOf, alike, both
+from mhc_inductor.routing.masks.keys import AnyOf, alike, both
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import Pair, Scaled, dot
 from mhc_inductor.routing.operators.selection.data_masks import Layers
 from mhc_inductor.routing.operators.selection.digits import Cut, assign_roles, cut_at, digits_of, joined, splits
-from mhc_inductor.routing.operators.selection.fills import Fills, Rows, seen_by_all
+from mhc_inductor.routing.operators.selection.fills import Rows, seen_by_all
 from mhc_inductor.routing.operators.selection.masked import selecting
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 from mhc_inductor.routing.operators.selection.picks import Picks, is_gathered
@@ -48,20 +43,8 @@ _BARE = (
 )
 
 
-class _Call(NamedTuple):
-    """A call of scaled_dot_product_attention: its result and its arguments."""
-
-    out: Value
-    q: Value
-    k: Value
-    v: Value
-    mask: Value | None
-    scale: Any
-    grouped: bool
-
-
 class Recogniser:
-    """Recognises the attention of one call or of one softmax.
+    """Recognises the attention of one softmax.
 
     ``zero_rows``: the user asked for zeros in rows without keys. ``by_key``: the mask is to become lists of keys, so
     its conditions may read tensors at the key. ``data``: the op is to read the masks as data. ``gathered``: so, and K and V
@@ -125,71 +108,6 @@ class Recogniser:
         """Returns the shape of the scores examined last, keys last; empty if it is not known."""
         return self._shapes[0] if self._shapes else ()
 
-    # --- scaled_dot_product_attention ---
-
-    def sdpa(self, node: fx.Node) -> Found:
-        """Returns the attention of the call ``node``. Raises NotOurs, Mismatch, Unsupported and DynamicWidth."""
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        out, q, k, v = (self._value(x) for x in (node, *(given.get(name) for name in names[:3])))
-        mask = None if given.get("attn_mask") is None else self._value(given["attn_mask"])
-        scale, dropped = (example(a) if isinstance(a := given.get(x), fx.Node) else a for x in ("scale", "dropout_p"))
-        call = _Call(out, q, k, v, mask, scale, bool(given.get("enable_gqa")))
-        self.given = [] if mask is None else [mask]
-        self._shapes = [(*call.q.shape[:-1], call.k.shape[-2]), call.q.shape, call.k.shape, call.v.shape]
-        if given.get("is_causal"):
-            raise NotOurs
-        found = self._refined(lambda dims: self._called(call, dims), call.out)
-        if dropped is not None and number(dropped) != 0.0:
-            raise Mismatch("the attention weights are dropped out", call.out)
-        return found
-
-    def _called(self, call: _Call, dims: list[list[Var]]) -> Found:
-        """Builds the attention of a call, with the digits ``dims`` of its result."""
-        *lead, s, e = (joined(digits) for digits in dims)
-        width, t = Var(call.q.shape[-1]), Key(call.k.shape[-2])
-        kv_lead = list(lead)
-        if call.grouped and lead:
-            kv_lead[-1] = _grouped(dims[len(lead) - 1], call.k)
-        masks, fills = self._masks(), Fills(call.out)
-        layers = Layers(masks, self.gathered) if self.data else None
-        places: list[Var] = digits_of(t.size, self._cuts) if self.gathered else [t]
-        self._places = places
-        place, picks = joined(places), Picks(masks, places) if self.gathered else None
-        element = None if call.mask is None else broadcast(call.mask, (*lead, s, place))
-
-        def visible() -> AnyOf:
-            if element is None:
-                return TRUE
-            if element.value.dtype is torch.bool:
-                return masks.truth(element) if layers is None else layers.filled(element, True)
-            fills.added(masks.possible(element.value), element.value.dtype)
-            return masks.additive(element) if layers is None else layers.added(element)
-
-        q = broadcast(call.q, (*lead, s, var(width)))
-        k = broadcast(call.k, (*kv_lead, place, var(width)))
-        v = broadcast(call.v, (*kv_lead, place, e))
-        self.gathers = is_gathered(v, places)
-        if picks is not None:
-            v, k = picks.below(v), picks.below(k)
-            t = picks.t
-        found = Found(call.out, dims, [Pair(q, k, width)], v, t, _scale(call.scale, width), visible, [], masks, fills)
-        if picks is not None:
-            found.gathered, found.mask, found.inner = True, lambda: both(visible(), picks.keys), picks.inner
-        found.read = layers
-        if call.mask is not None:
-            found.dense.append(call.mask)
-        return found
-
-    def _value(self, node: Any) -> Value:
-        """Returns the value of a tensor's node. Raises NotOurs for anything else."""
-        value = self.values.of(node) if isinstance(node, fx.Node) else None
-        if not isinstance(value, Value):
-            raise NotOurs
-        return value
-
-    # --- softmax written out ---
-
     def written(self, weights: Weights) -> Found:
         """Returns the attention in which a softmax's weights are multiplied by V.
 
@@ -210,7 +128,7 @@ class Recogniser:
             self._places = places = digits_of(t.size, self._cuts)
             traced, v = traced.at(t, joined(places)), placed(v, t, joined(places))
             picks = Picks(masks, places)
-        self.given = []
+        self.given = [] if weights.call is None or weights.call.mask is None else [weights.call.mask]
         layers = Layers(masks, self.gathered) if self.data else None
         scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self.given, layers=layers)
         if picks is not None and scores.segments:
@@ -228,6 +146,7 @@ class Recogniser:
             pairs = [Pair(p.q, picks.below(p.k), p.d) for p in pairs]
         scores.fills.no_nan = traced.no_nan
         scores.fills.safe, scores.fills.bare = softmax.func is aten._safe_softmax.default, weights.bare
+        scores.fills.call = None if weights.call is None else weights.call.kernel
 
         def keys() -> AnyOf:
             total = scores.keys()
@@ -350,33 +269,6 @@ def _check_sum(made: Sequence[tuple[float, Pair]], v: Ref, t: Sequence[Var], whe
             )
         if not variables_of(pair.k) <= {*variables_of(v), *t, pair.d}:
             raise NotOurs("keys of one of the products that are added differ where V does not", where)
-
-
-def _scale(given: Any, width: Var) -> float:
-    """Returns the factor of a call's scores, 1 / sqrt(width) if none is given."""
-    if given is None:
-        if width.size.symbols:
-            raise DynamicWidth(width.size)
-        return 1.0 / math.sqrt(width.size.factor)
-    scale = number(given)
-    if scale is None:
-        raise NotOurs
-    return scale
-
-
-def _grouped(digits: list[Var], k: Value) -> Index:
-    """Returns the index of a head's group: the digits above the heads of a group.
-
-    Raises Cut where the digits must be split for that, and NotOurs where the heads are not a multiple of the groups.
-    """
-    groups = k.shape[-3]
-    for at in range(len(digits) + 1):
-        if product_of(v.size for v in digits[:at]) == groups:
-            return joined(digits[:at])
-    per = product_of(v.size for v in digits).over(groups)
-    if per is None:
-        raise NotOurs
-    raise Cut([(digits, per)])
 
 
 def _side(weights: Weights, out: Ref) -> tuple[Traced, Ref, Var]:

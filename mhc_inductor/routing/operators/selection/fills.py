@@ -72,14 +72,14 @@ class Fills:
 
     ``safe``: the softmax itself gives 0 in rows of -inf, and no gradients. ``no_nan``: the model sets NaN weights to 0
     later, which leaves the softmax's gradients. ``guarded``: it sets finite weights of rows without a visible key to 0.
-    ``call``: the result of the one call inside which scores and mask meet, if they do (``fused``). ``by_kernel``: what
+    ``call``: what PyTorch runs for the one call inside which scores and mask meet, if they do. ``by_kernel``: what
     rows without keys give depends on the kernel that PyTorch chooses for it. ``bare``: as in :class:`.weights.Written`.
     """
 
     def __init__(self, call: Value | None = None) -> None:
         self.found: frozenset[Fill] = frozenset()
         self.call = call
-        self.safe = self.fused = call is not None
+        self.safe = call is not None
         self.no_nan = self.guarded = self.by_kernel = self.bare = False
 
     def filled(self, value: float, dtype: torch.dtype) -> None:

@@ -18,10 +18,12 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.additive import SOURCES, PossibleValues
 from mhc_inductor.routing.masks.elements import ADD, SUB
 from mhc_inductor.routing.masks.masks import Masks
-from mhc_inductor.routing.masks.operands import dot, is_parameter, projects
+from mhc_inductor.routing.masks.operands import Scaled, dot, is_parameter, projects
+from mhc_inductor.routing.masks.scatters import GATHERS
 from mhc_inductor.routing.operators.selection.scores import at_key
 
 LOGS = (aten.logsumexp.default, aten._log_softmax.default)
+CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.kthvalue.default)
 MAXIMA = (aten.amax.default, aten.max.dim, *LOGS)
 _ENDS = {*MAXIMA, aten._softmax.default, aten._safe_softmax.default, aten.topk.default, aten.sort.default}
 """Ops whose results are no scores: what stands above them is another formula."""
@@ -82,10 +84,33 @@ def _per_token(value: Value, scores: Sequence[Size], sizes: Mapping[str, int]) -
     return not one_query or not (value.dtype is torch.bool or value.dtype.is_floating_point)
 
 
+def gathered(keys: Value) -> Value | None:
+    """Returns the gather, at places that tensors hold, that keys or values [..., keys, D] come from; None without one."""
+    at = Scaled(whole(keys)).end.value
+    places = at.args[1:] if at.func in (*GATHERS, aten.embedding.default) else ()
+    return at if any(_from_data(place) for place in values_in(places)) else None
+
+
+def _from_data(value: Value) -> bool:
+    """Checks whether integers are a choice, or are given for each sequence, query and key: no beams, no pages."""
+
+    def chosen(at: Value) -> bool:
+        given = at.func is None and not at.dtype.is_floating_point
+        return at.func in CHOICES or (given and min(map(_rank, (at, value))) > 2)
+
+    return any(map(chosen, behind(value)))
+
+
+def _rank(value: Value) -> int:
+    """Returns the number of dims, without those of size 1."""
+    return sum(size != ONE for size in value.shape)
+
+
 class Masked:
     """What hides some of the scores that a softmax is taken of.
 
-    ``masks``: the tensors that do, ``guards`` on the weights among them. ``hidden``: whether anything does.
+    ``masks``: the tensors that do, ``guards`` on the weights among them. ``hidden``: whether anything does. ``gathered``: the
+    gather that the keys come from, None without one.
     """
 
     def __init__(self, view: View, scores: Value, guards: Iterable[Value] = ()) -> None:
@@ -93,6 +118,7 @@ class Masked:
         self.scores = scores
         self.masks: dict[Value, None] = dict.fromkeys(guards)
         self.hidden = bool(self.masks)
+        self.gathered: Value | None = None
         self._possible = PossibleValues()
         self._known: dict[Value, bool] = {}
         self.hidden = self._has_products(scores) and self.hidden
@@ -104,7 +130,9 @@ class Masked:
 
     @property
     def ordinary(self) -> bool:
-        """Checks whether all masks are known to be none of selected keys."""
+        """Checks whether all masks are known to be none of selected keys, and no keys are gathered."""
+        if self.gathered is not None:
+            return False
         masks = Masks(self.view.values.fixed, self.view.values.hints)
         return not selecting(self.masks, masks) and unknown(self.view, self.masks, self.scores.shape)[0] is not OPAQUE
 
@@ -124,6 +152,7 @@ class Masked:
         product = dot(whole(at))
         if product is not None:
             self._known[at] = not any(projects(x.value) for x in product[:2])
+            self.gathered = self.gathered or next(filter(None, (gathered(x.value) for x in product[:2])), None)
             return self._known[at]
         sources = self._sources(at)
         scores = [a for a in sources if isinstance(a, Value) and self._has_products(a)]

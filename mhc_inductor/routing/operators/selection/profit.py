@@ -98,7 +98,7 @@ def sizes_of(one: Found, hints: Mapping[str, int], device: str, dtype: torch.dty
         selected=selected,
         groups=groups,
         values=values,
-        fused=one.fills.fused,
+        fused=one.fills.call is not None,
         latent=latent,
         gathered=one.gathered,
     )

@@ -182,8 +182,9 @@ class Scores:
     def _take_added(self, mask: Value, sign: float, dtype: torch.dtype) -> None:
         """Records the values of an added mask in :attr:`fills`, -inf for one that is read as data."""
         values = [-sign * math.inf]
-        with contextlib.suppress(*(() if self.layers is None else (Unsupported,))):
-            if self.layers is None or self.layers.places:
+        layers = None if self.fills.call is not None else self.layers  # what a call gives depends on the numbers
+        with contextlib.suppress(*(() if layers is None else (Unsupported,))):
+            if layers is None or layers.places:
                 values = [*self.masks.possible(mask)]
         self.fills.added([sign * v for v in values], dtype)
 

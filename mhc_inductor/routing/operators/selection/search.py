@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
@@ -24,8 +24,6 @@ from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusa
 from mhc_inductor.routing.operators.selection.scores import difference
 from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     by_choice,
-    gathered,
-    gathered_keys,
     is_log,
     is_power,
     logged,
@@ -33,9 +31,8 @@ from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     picked_scores,
 )
 from mhc_inductor.routing.operators.selection.weights import Weights, Written
-from mhc_inductor.routing.operators.selection.written_out import written_softmax
+from mhc_inductor.routing.operators.selection.written_out import called_softmax, written_softmax
 
-_CALL = "scaled_dot_product_attention"
 _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
 _OTHER = "the scores under the mask are not scale * q @ k alone; expected softmax(scale * q @ k + masks) @ V"
 _USED = "the attention weights or scores are used elsewhere, too"
@@ -56,11 +53,9 @@ _PICKED = (
 )
 
 
-def is_masked_call(node: fx.Node) -> bool:
-    """Checks whether a node is a call of scaled_dot_product_attention with a mask."""
-    if node.op != "call_function" or name_of(node) != _CALL:
-        return False
-    return isinstance(node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask"), fx.Node)
+def is_call(node: fx.Node) -> bool:
+    """Checks whether a node is a call of scaled_dot_product_attention."""
+    return node.op == "call_function" and name_of(node) == "scaled_dot_product_attention"
 
 
 def is_softmax(node: fx.Node) -> bool:
@@ -92,7 +87,7 @@ class Search:
         self._written: dict[Value | None, Written] = {}
         self._said: tuple[str, Value | None] | None = None
         """Why the last softmax is none of ours, if its masks were not examined."""
-        if any(name_of(node) == _CALL or is_softmax(node) or is_power(node) or is_log(node) for node in view.nodes):
+        if any(is_call(node) or is_softmax(node) or is_power(node) or is_log(node) for node in view.nodes):
             self.found = self._unused(self._all())
             for one in self.found:
                 self._take_classes(one)
@@ -166,20 +161,16 @@ class Search:
 
     def _at(self, node: fx.Node) -> Found | Miss | None:
         """Returns the attention at ``node``, a near miss if it resembles one, or None."""
-        if is_masked_call(node):
-            return self._tried(lambda recogniser: recogniser.sdpa(node), node)
         if is_softmax(node):
             value = self.view.value(node)
             return None if value is None or value.func not in _SOFTMAXES else self._softmax(Written(value, node, value))
-        if name_of(node) == _CALL and (gathered := self._gathered(node)) is not None:
-            return self._picked(lambda recogniser: recogniser.sdpa(node), node) or gathered
-        if is_power(node):
-            power = self.view.value(node)
-            if power not in self._written and (written := written_softmax(self.view, node)) is not None:
-                self._written[power] = written
-            if power in self._written:
-                return self._softmax(self._written[power])
-            masked = masked_softmax(self.view, node)
+        if is_power(node) or is_call(node):
+            value, read = self.view.value(node), called_softmax if is_call(node) else written_softmax
+            if value not in self._written and (written := read(self.view, node)) is not None:
+                self._written[value] = written
+            if value in self._written:
+                return self._softmax(self._written[value])
+            masked = None if is_call(node) else masked_softmax(self.view, node)
             return None if masked is None else self._unrouted(_HANDMADE, None, node, masked)
         if is_log(node) and (scores := logged(self.view, node)) is not None and scores not in self.softmaxes:
             return self._unrouted(_LOGARITHM, None, node, Masked(self.view, scores))
@@ -190,35 +181,37 @@ class Search:
         self.softmaxes |= masked.followed
         if not masked.hidden:
             return None
-        return self._miss(reason, value, node, gathered_keys(masked.scores) is None and masked.ordinary)
+        return self._miss(reason, value, node, masked.ordinary)
 
     def _miss(self, reason: str, value: Value | None, node: fx.Node, ordinary: bool = False) -> Miss:
         return Miss(OP, reason, value, self.view.value(node), ordinary)
 
-    def _tried(self, recognise: Callable[[Recogniser], Found], node: fx.Node) -> Found | Miss | None:
-        """Returns the attention at ``node``, or a near miss.
+    def _tried(self, weights: Weights, node: fx.Node) -> Found | Miss | None:
+        """Returns the attention with the weights of the softmax at ``node``, or a near miss.
 
         Looks for ranges of keys first. If the formula does not contradict them, but they cannot be followed, looks for
         lists of keys whose conditions may read tensors at the key. Reports what the first search missed if the second
         finds nothing either.
         """
         recogniser = Recogniser(self.values, self.zero_rows)
-        found = self._recognised(recogniser, recognise, node)
+        found = self._recognised(recogniser, weights, node)
         if isinstance(found, Found):
             return found
         slower = ""
         if not recogniser.differs:
-            listed = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True), recognise, node)
+            listed = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True), weights, node)
             if isinstance(listed, Found):
                 reason = left_to_dense(listed, self.values.sizes)
                 if reason is None:
                     return listed
                 slower = reason
-        gathered = self._gathered(node)
-        if gathered is not None or recogniser.gathers:
-            found = self._picked(recognise, node) or gathered or found
+        masked = Masked(self.view, weights.softmax.args[0])
+        if masked.gathered is not None or recogniser.gathers:
+            picked = self._recognised(Recogniser(self.values, self.zero_rows, gathered=True), weights, node)
+            chosen = None if masked.gathered is None else self._miss(_GATHERED, masked.gathered, node)
+            found = picked or chosen or found
         else:
-            found = self._read(recogniser, recognise, node, slower) or found
+            found = self._read(recogniser, weights, node, slower) or found
         if isinstance(found, Found):
             return found
         self.failed.append(recogniser)
@@ -226,26 +219,18 @@ class Search:
             return found
         if slower:
             return self._miss(slower, None, node, ordinary=True)
-        return self._masks(recogniser, node) if recogniser.given else None
+        return self._masks(recogniser, masked, node) if recogniser.given else None
 
-    def _masks(self, recogniser: Recogniser, node: fx.Node) -> Miss:
+    def _masks(self, recogniser: Recogniser, masked: Masked, node: fx.Node) -> Miss:
         """Returns what is reported of an attention by what its masks are made of."""
-        value, masks = self.view.value(node), dict.fromkeys(recogniser.given)
-        if value is not None and value.func in _SOFTMAXES:
-            masks |= Masked(self.view, value.args[0]).masks
+        masks = dict.fromkeys([*recogniser.given, *masked.masks])
         close, chosen = recogniser.close, by_choice(masks)
         if chosen is not None or close:
             return self._miss(*((_OTHER, close[-1]) if chosen is None else (_THRESHOLD, chosen)), node)
         reason, origin = unknown(self.view, masks, recogniser.shape)
         return self._miss(reason, origin, node, ordinary=reason is not OPAQUE)
 
-    def _picked(self, recognise: Callable[[Recogniser], Found], node: fx.Node) -> Found | Miss | None:
-        """Returns the attention over gathered keys at ``node``, or a near miss."""
-        return self._recognised(Recogniser(self.values, self.zero_rows, gathered=True), recognise, node)
-
-    def _read(
-        self, failed: Recogniser, recognise: Callable[[Recogniser], Found], node: fx.Node, slower: str
-    ) -> Found | Miss | None:
+    def _read(self, failed: Recogniser, weights: Weights, node: fx.Node, slower: str) -> Found | Miss | None:
         """Returns the attention at ``node`` whose masks the op is to read as data.
 
         If it is not worth it, returns a near miss with the reason, unless ``slower`` says already that lists are slower.
@@ -255,7 +240,7 @@ class Search:
         self.opaque = True
         if not self.reads:
             return None
-        found = self._recognised(Recogniser(self.values, self.zero_rows, data=True), recognise, node)
+        found = self._recognised(Recogniser(self.values, self.zero_rows, data=True), weights, node)
         if not isinstance(found, Found) or found.out.node is None:
             return None
         sizes = sizes_of(found, self.values.sizes, example(found.out.node).device.type, found.v.value.dtype)
@@ -264,23 +249,10 @@ class Search:
             return found
         return self._miss(reason, None, node) if reason and not slower else None
 
-    def _gathered(self, node: fx.Node) -> Miss | None:
-        """Returns a near miss if the keys of the attention at ``node`` are gathered."""
-        value = self.view.value(node)
-        if name_of(node) == _CALL:
-            keys = node.args[1] if len(node.args) > 1 else node.kwargs.get("key")
-            of = self.view.value(keys) if isinstance(keys, fx.Node) else None
-            found = None if of is None else gathered(of)
-        else:
-            found = gathered_keys(value.args[0]) if value is not None and value.func in _SOFTMAXES else None
-        return None if found is None else self._miss(_GATHERED, found, node)
-
-    def _recognised(
-        self, recogniser: Recogniser, recognise: Callable[[Recogniser], Found], node: fx.Node
-    ) -> Found | Miss | None:
+    def _recognised(self, recogniser: Recogniser, weights: Weights, node: fx.Node) -> Found | Miss | None:
         """Returns what is found at ``node``; else a near miss if it resembles a selection."""
         try:
-            found = recognise(recogniser)
+            found = recogniser.written(weights)
             self._absorb(found)
             if found.absorbed is not None or all(
                 best(ref, order, found.masks.equal) is not None for ref, order in orders(found)
@@ -327,7 +299,7 @@ class Search:
         if weights.renormalised is not None and weights.guards:
             masked = Masked(self.view, logits, weights.guards)
             return self._unrouted(_RENORMALISED, weights.renormalised, node, masked)
-        found = self._tried(lambda recogniser: recogniser.written(weights), node) if len(weights.outs) == 1 else None
+        found = self._tried(weights, node) if len(weights.outs) == 1 else None
         if isinstance(found, Found) and weights.dropped is not None:
             return self._miss("the attention weights are dropped out", weights.dropped, node)
         return self._unseen(node, logits, weights) if found is None else found
@@ -355,7 +327,7 @@ class Search:
             kept = []
             for one, region in zip(found, regions, strict=True):
                 one.logs = [ref for ref in one.logs if self._used([ref.value.node], region) is not None]
-                dense = [] if one.fills.fused else [v.node for v in one.dense if v.node in region and v is not one.out]
+                dense = [v.node for v in one.dense if v.node in region and v is not one.out]
                 where = self._used(dense, inside)
                 if where is None:
                     kept.append(one)

@@ -6,30 +6,22 @@ They are written out as exp(scores) over a sum, or their scores pass through som
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable
 
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import aten, whole
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported
-from mhc_inductor.routing.graph.values import Value, behind, inner, name_of, values_in
+from mhc_inductor.routing.graph.values import Value, behind, inner, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import SHOWN, constant_of
-from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import Scaled, dot, has_product
-from mhc_inductor.routing.masks.scatters import GATHERS
-from mhc_inductor.routing.operators.selection.masked import LOGS, MAXIMA, Masked
-from mhc_inductor.routing.operators.selection.matches import NotOurs
-from mhc_inductor.routing.operators.selection.scores import Scores, at_key, is_scores
+from mhc_inductor.routing.operators.selection.masked import CHOICES, LOGS, MAXIMA, Masked
 from mhc_inductor.routing.operators.selection.weights import REACH, Weights, Written
 
 _NAMES = ("exp", "exp_", "exp2", "exp2_", "special_exp2", "expm1", "special_expm1", "pow")
 _POWERS = {aten.exp.default: 0, aten.exp2.default: 0, aten.expm1.default: 0, aten.pow.Scalar: 1}
 """Exponential ops, and which argument is the exponent."""
-_CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.kthvalue.default)
 _SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.linalg_vector_norm.default)
 
 
@@ -89,42 +81,9 @@ def _sums(value: Value, weights: Weights) -> bool:
     return False
 
 
-def gathered(keys: Value) -> Value | None:
-    """Returns the gather, at places that tensors hold, that keys or values [..., keys, D] come from; None without one."""
-    at = Scaled(whole(keys)).end.value
-    places = at.args[1:] if at.func in (*GATHERS, aten.embedding.default) else ()
-    return at if any(_from_data(place) for place in values_in(places)) else None
-
-
-def gathered_keys(scores: Value) -> Value | None:
-    """Returns the gather that the keys of attention scores come from; None without one."""
-    if not scores.shape or not is_scores(whole(scores)):
-        return None
-    found = None
-    with contextlib.suppress(NotOurs, Unsupported, DynamicWidth, Mismatch):
-        sides = [x for _, *each, _ in Scores(at_key(scores, -1), Masks({}, {}), [], []).products for x in each]
-        found = next((g for side in sides if (g := gathered(side.value)) is not None), None)
-    return found
-
-
-def _from_data(value: Value) -> bool:
-    """Checks whether integers are a choice, or are given for each sequence, query and key: no beams, no pages."""
-
-    def chosen(at: Value) -> bool:
-        given = at.func is None and not at.dtype.is_floating_point
-        return at.func in _CHOICES or (given and min(map(_rank, (at, value))) > 2)
-
-    return any(map(chosen, behind(value)))
-
-
-def _rank(value: Value) -> int:
-    """Returns the number of dims, without those of size 1."""
-    return sum(size != ONE for size in value.shape)
-
-
 def by_choice(masks: Iterable[Value]) -> Value | None:
     """Returns the first mask that is computed from values that a topk or sort returns; None without one."""
-    return next((m for m in masks if any(at.func in _CHOICES and at.out == 0 for at in behind(m))), None)
+    return next((m for m in masks if any(at.func in CHOICES and at.out == 0 for at in behind(m))), None)
 
 
 def picked_scores(scores: Value) -> Value | None:

@@ -97,11 +97,20 @@ def shows(value: Value, known: Container[Value]) -> bool:
     return step(whole(value)) is not None and value.args[0] in known
 
 
+class Call(NamedTuple):
+    """A call of scaled_dot_product_attention: its result, what PyTorch runs for it, its mask, and its dropout if any."""
+
+    out: Value
+    kernel: Value
+    mask: Value | None
+    dropped: Value | None
+
+
 class Written(NamedTuple):
     """The weights of a softmax, their node, and the softmax: these or, with a sink, of which they are a part.
 
     ``after``: their product with V before and after it is divided by their sum. ``bare``: the softmax is written out, with
-    a sink that the maximum does not count, so that rows of -inf are NaN all the same.
+    a sink that the maximum does not count, so that rows of -inf are NaN all the same. ``call``: the call that it is inside of.
     """
 
     weights: Value
@@ -109,6 +118,7 @@ class Written(NamedTuple):
     softmax: Value
     after: tuple[Value, Value] | None = None
     bare: bool = False
+    call: Call | None = None
 
 
 class Weights:
@@ -116,13 +126,13 @@ class Weights:
 
     ``same``: the values that equal the softmax except in rows without keys. ``known``: how each of them is guarded.
     ``outs``: their products with V; of ``after``, the second in place of the first, which the graph divides by their sum.
-    ``dropped``: the value after a dropout, None without one. ``bare``: as in :class:`Written`. ``renormalised``: the weights
+    ``dropped``: the value after a dropout, None without one. ``bare``, ``call``: as in :class:`Written`. ``renormalised``: the weights
     divided by their own sum or norm, None if they are not.
     """
 
     def __init__(self, view: View, written: Written) -> None:
         self.view = view
-        self.softmax, self.bare = written.softmax, written.bare
+        self.softmax, self.bare, self.call = written.softmax, written.bare, written.call
         self.known: dict[Value, Guarded] = {}
         self.same: dict[Value, None] = dict.fromkeys((written.softmax, written.weights))
         self.outs: list[Value] = []
@@ -131,7 +141,10 @@ class Weights:
         self._scaled: dict[Value, Value] = {}
         """Weights multiplied by a tensor, and that: a sum of products with V, or weights masked by numbers."""
         self._after = written.after
-        view.descendants([written.node], self._passes, REACH)
+        if self.call is None:
+            view.descendants([written.node], self._passes, REACH)
+        else:
+            self.outs, self.dropped = [self.call.out], self.call.dropped
         self._sums = set[Value]()
         self.added: dict[Value, None] = {}
         """Products with V that the graph adds up: their sum stands for them in :attr:`outs`."""

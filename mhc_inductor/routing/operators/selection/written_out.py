@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds softmaxes that are written out, in three forms.
+"""Finds softmaxes that are written out, in three forms, and those inside calls of scaled_dot_product_attention.
 
 ``e / e.sum(dim)`` with ``e = exp(s - s.amax(dim))``, also divided after the product with V, also with the exponential of a sink
 in the sum; ``exp(s - s.logsumexp(dim))``; and ``s.log_softmax(dim).exp()``.
@@ -10,19 +10,22 @@ softmax does not, and are another formula.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import _broadcast, aten, peel, whole
-from mhc_inductor.routing.graph.index import ONE
+from mhc_inductor.routing.graph.expressions import _broadcast, aten, number, peel, whole
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size
 from mhc_inductor.routing.graph.linear import of_size, size_of_sum
-from mhc_inductor.routing.graph.values import Value, imagined
+from mhc_inductor.routing.graph.values import Value, example, imagined
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import DETACH, behind_ops
 from mhc_inductor.routing.masks.operands import DIVIDE, dot, has_product
-from mhc_inductor.routing.operators.selection.weights import REACH, Written, over, shows
+from mhc_inductor.routing.operators.selection.masked import gathered
+from mhc_inductor.routing.operators.selection.weights import REACH, Call, Written, over, shows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +112,52 @@ def written_softmax(view: View, node: fx.Node) -> Written | None:
     if len(others) != 1 or others[0] is None or others[0].func is not aten.sum.dim_IntList:
         return None
     return found.read(view, weights, readers[weights], sinks)
+
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def called_softmax(view: View, node: fx.Node) -> Written | None:
+    """Returns the softmax of a call of scaled_dot_product_attention, whose value becomes its product with V.
+
+    Returns None for calls without a mask whose keys are not gathered. Raises DynamicWidth if the scale is of an open size.
+    """
+    given = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+    nodes = [node, *(given.get(name) for name in _NAMES[:4])]
+    out, q, k, v, mask = (view.value(x) if isinstance(x, fx.Node) else None for x in nodes)
+    plain = mask is None and (given.get("attn_mask") is not None or k is None or gathered(k) is None)
+    if out is None or q is None or k is None or v is None or plain or given.get("is_causal"):
+        return None
+    scale, dropped = (example(a) if isinstance(a := given.get(x), fx.Node) else a for x in ("scale", "dropout_p"))
+    if scale is None and q.shape[-1].symbols:
+        raise DynamicWidth(q.shape[-1])
+    factor = 1.0 / math.sqrt(q.shape[-1].factor) if scale is None else number(scale)
+    *lead, rows, _ = out.shape
+    if given.get("enable_gqa") and lead:
+        k, v = (_repeated(x, lead[-1]) for x in (k, v))
+    q, k, v = (imagined(aten.expand.default, (x, None), (*lead, *x.shape[-2:]), x.dtype) for x in (q, k, v))
+    keys, shape = k.shape[-2], (*lead, rows, k.shape[-2])
+    turned = imagined(aten.transpose.int, (k, -2, -1), (*lead, k.shape[-1], keys), k.dtype)
+    scores = imagined(aten.matmul.default, (q, turned), shape, q.dtype)
+    scores = imagined(aten.mul.Tensor, (scores, factor), shape, q.dtype)
+    if mask is not None and mask.dtype is torch.bool:
+        scores = imagined(aten.where.self, (mask, scores, -math.inf), shape, q.dtype)
+    elif mask is not None:
+        scores = imagined(aten.add.Tensor, (scores, mask), shape, mask.dtype)
+    softmax = imagined(aten._safe_softmax.default, (scores, -1), shape, out.dtype)
+    kernel = imagined(out.func, (), out.shape, out.dtype)
+    view.values.reread(out, aten.matmul.default, (softmax, v), {})
+    call = Call(out, kernel, mask, None if dropped is None or number(dropped) == 0.0 else out)
+    return Written(softmax, node, softmax, call=call)
+
+
+def _repeated(x: Value, heads: Size) -> Value:
+    """Returns K or V with each head as often as ``enable_gqa`` repeats it."""
+    *lead, groups, keys, width = x.shape
+    per = heads.over(groups) or ONE
+    apart = imagined(aten.unsqueeze.default, (x, -3), (*lead, groups, ONE, keys, width), x.dtype)
+    wide = imagined(aten.expand.default, (apart, None), (*lead, groups, per, keys, width), x.dtype)
+    return imagined(aten.view.default, (wide, None), (*lead, groups.times(per), keys, width), x.dtype)
 
 
 def _maximum(node: fx.Node, value: Value) -> _Power | None:
