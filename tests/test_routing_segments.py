@@ -174,7 +174,13 @@ def test_one_graph_serves_all_sizes(name: str) -> None:
     assert [one.op for one in report.routed] == ["selection_attention"] and len(graphs) == 1
 
 
-@pytest.mark.parametrize(("name", "reason"), [("three", "open sizes"), ("added", "both filled and added")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("three", "open sizes"),
+        pytest.param("added", "are -inf and a score plus -inf", id="added-both filled and added"),
+    ],
+)
 def test_segments_of_open_sizes_that_stay_are_named(name: str, reason: str) -> None:
     got, want = run(FORMS[name], given(), dynamic=True), eager(FORMS[name], given())
     assert not got.ops and reason in reasons(got) and difference(got, want) == 0.0

@@ -31,7 +31,10 @@ from mhc_inductor.routing.operators.selection.intervals import Judge
 LOWEST = -1e9
 """The largest finite fill that counts as a mask, other than ``finfo.min`` of the scores' dtype."""
 _LOST = 32.0  # an added fill must swallow, by rounding, all scores of up to this magnitude
-_INSTEAD = 'mask with -inf, or compile with the option "mhc_inductor.empty_rows": "zero"'
+_UNKNOWN = (
+    "a query may see no key, and routing does not know what it gives where all its scores are {}: mask with -inf, or "
+    'compile with the option "mhc_inductor.empty_rows": "zero"'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +122,11 @@ class Fills:
 
     def rows(self, where: Value) -> Rows:
         """Returns what a row without a visible key gives. Raises Mismatch if that depends on more than V."""
-        kinds = {(f.value, f.added) for f in self.found}
-        values = sorted({value for value, _ in kinds})
+        kinds = sorted({(f.value, f.added) for f in self.found})
+        said = " and ".join(f"a score plus {value:g}" if added else f"{value:g}" for value, added in kinds)
+        unknown = Mismatch(_UNKNOWN.format(said), where)
         if len(kinds) != 1:
-            said = " and ".join(f"{v:g}" for v in values) if len(values) > 1 else "both filled and added numbers"
-            raise Mismatch(f"a query may see no key, and scores of other keys are {said}: {_INSTEAD}", where)
+            raise unknown
         (only,) = self.found
         if only.value == -math.inf:
             return Rows.NAN_SCORES if only.added else Rows.NAN
@@ -134,13 +137,12 @@ class Fills:
             self.by_kernel, kernel, dtype = True, self.call.func, torch.promote_types(dtype, torch.float32)
             other = kernel is None or (kernel not in _KERNELS and "scaled_dot_product" in kernel.__name__)
             if other or only.dtype is not self.call.dtype:  # autocast rounds the mask first
-                what = f"{only.value:g} is added inside a call of which it is not known what it gives there"
-                raise Mismatch(f"a query may see no key, and {what}: {_INSTEAD}", where)
+                raise unknown
             if _KERNELS.get(kernel) and rounded(only.value * math.log2(math.e), dtype) == -math.inf:
                 return Rows.ZERO
             mean = Rows.MEAN_SUMMED if kernel in _KERNELS else mean
         if spacing(only.value, dtype) / 2 < _LOST:
-            raise Mismatch(f"a query may see no key, and {only.value:g} plus a score depends on it: {_INSTEAD}", where)
+            raise unknown
         return mean
 
 

@@ -22,6 +22,14 @@ from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Given, Literal,
 from mhc_inductor.routing.masks.masks import Masks
 
 _MOST_RANGES = 64
+_RANGES = (
+    "the mask is not one of ranges from a start up to an end, or of whole blocks, that each query reads from tensors; "
+    "expected start <= key < end of any range, or key // size == block"
+)
+_POSITIONS = (
+    "a bound that moves with the query is not its own key's; expected key <= query + S_kv - S, and windows before it"
+)
+_UNBOUNDED = "keys outside the selected ranges are visible without a bound; expected a window or first keys"
 MOST_ENTRIES = 4096
 """The longest list that the op takes."""
 
@@ -130,53 +138,33 @@ class Judge:
 
     def check(self, intervals: Sequence[Interval], position: Linear, queries: Size, keys: Size) -> None:
         """Raises Mismatch if the intervals differ from the ranges of a selection."""
-        if not any(i.pairs() for i in intervals):
-            raise Mismatch(
-                "no term of the mask gives a start and an end, or a block, for each query; expected start <= key < end, or key // size == block",
-                self.where,
-            )
         last = position.plus(of_size(keys)).minus(of_size(queries))
+        if not any(one.pairs() for one in intervals) or not all(map(_are_ranges, intervals)):
+            moved = (pair for one in intervals for pair in one.pairs() if any(x.offset for x in pair))
+            found = [f"; found start + {low.offset} <= key < end + {high.offset}" for low, high in moved]
+            raise Mismatch(_RANGES + "".join(found[:1]), self.where)
         for one in intervals:
-            self._check(one, last)
+            if one.selects and not _follow_the_query(one, last):
+                raise Mismatch(_POSITIONS, self.where)
+            bounded = (one.lowers and one.uppers) or any(not x.variables() for x in one.uppers)
+            if not one.selects and not bounded:
+                raise Mismatch(_UNBOUNDED, self.where)
 
-    def _check(self, one: Interval, last: Linear) -> None:
-        if one.selects:
-            self._check_data(one)
-            self._check_positions(one, last)
-            return
-        bounded = any(not x.variables() for x in one.uppers)
-        if not (one.lowers and one.uppers) and not bounded:
-            raise Mismatch(
-                "keys outside the selected ranges are visible without a bound; expected a window or first keys",
-                self.where,
-            )
 
-    def _check_data(self, one: Interval) -> None:
-        """Raises Mismatch if starts and ends from tensors do not form ranges."""
-        pairs = one.pairs()
-        if not pairs:
-            raise Mismatch("a range has only a start or only an end; expected start <= key < end", self.where)
-        starts = [x for x in one.lowers if not x.terms]  # where the keys of a concatenated piece begin
-        reasons = [_odd(*_within_piece(low, high, starts)) for low, high in pairs]
-        if all(reasons):
-            raise Mismatch(reasons[0], self.where)
-        lows = {low for (low, _), reason in zip(pairs, reasons, strict=True) if not reason}
-        if len(lows) > 1 and len({d.ref.value for low in lows for d in low.data()}) == 1:
-            raise Mismatch(
-                "the mask keeps keys that lie in several ranges at once; expected keys of any range", self.where
-            )
+def _are_ranges(one: Interval) -> bool:
+    """Checks whether the starts and ends of an interval that are read from tensors, if any, are those of one range."""
+    starts = [x for x in one.lowers if not x.terms]  # where the keys of a concatenated piece begin
+    lows = {low for low, high in one.pairs() if _is_range(*_within_piece(low, high, starts))}
+    several = len(lows) > 1 and len({d.ref.value for low in lows for d in low.data()}) == 1
+    return not one.selects or (bool(lows) and not several)
 
-    def _check_positions(self, one: Interval, last: Linear) -> None:
-        """Raises Mismatch if a bound that moves with the query is not that of a causal mask or a window."""
-        for high in one.uppers:
-            ahead = high.minus(last).shifted(-1)
-            if _of_position(high) and ahead.value != 0:
-                said = "the difference of the lengths" if ahead.value is None else f"{ahead.value}"
-                raise Mismatch(f"the last key seen is off by {said}; expected key <= query + S_kv - S", self.where)
-        for low in one.lowers:
-            behind = last.minus(low).value
-            if _of_position(low) and (behind is None or behind <= 0):
-                raise Mismatch("a window starts at the query or after it; expected key > query - width", self.where)
+
+def _follow_the_query(one: Interval, last: Linear) -> bool:
+    """Checks whether bounds that move with the query are those of a causal mask or a window, ``last`` being its own key."""
+    highs, lows = (filter(_of_position, ends) for ends in (one.uppers, one.lowers))
+    widths = [last.minus(low).value for low in lows]
+    causal = all(high.minus(last).value == 1 for high in highs)
+    return causal and all(width is not None and width > 0 for width in widths)
 
 
 def _within_piece(low: Linear, high: Linear, starts: Sequence[Linear]) -> tuple[Linear, Linear]:
@@ -190,24 +178,15 @@ def _of_position(bound: Linear) -> bool:
     return bool(bound.terms) and all(isinstance(a, Var) for a in bound.atoms())
 
 
-def _odd(low: Linear, high: Linear) -> str:
-    """Returns why a start and an end do not form a range, an empty string if they do."""
-    width = high.minus(low).value
-    factors = {c for _, c in low.terms}
-    if low.bound_variables() != high.bound_variables():
-        return "the start and the end of a range use different indices"
-    if any(not isinstance(a, Datum) for x in (low, high) for a, _ in x.terms):
-        return "starts and ends are relative to the query's position; expected positions of keys"
-    if low.constant:
-        return f"keys from start + {low.offset} on; expected start <= key < end"
+def _is_range(low: Linear, high: Linear) -> bool:
+    """Checks whether tensors hold a start and an end, or the number of a block: positions of keys, not of the query."""
+    data = all(isinstance(a, Datum) for x in (low, high) for a, _ in x.terms)
+    if low.bound_variables() != high.bound_variables() or not data or low.constant:
+        return False
+    width, factors = high.minus(low).value, {c for _, c in low.terms}
     if width is None:
-        if high.constant:
-            return f"keys below end + {high.offset}; expected start <= key < end"
-        if {c for _, c in (*low.terms, *high.terms)} != {1}:
-            return "starts and ends are scaled"
-    elif width <= 0 or factors not in ({1}, {width}):
-        return f"{width} keys of blocks of {max(factors)}; expected whole blocks"
-    return ""
+        return not high.constant and factors | {c for _, c in high.terms} == {1}
+    return width > 0 and factors in ({1}, {width})
 
 
 # --- lists of single keys ---

@@ -19,9 +19,8 @@ FEW_QUERIES = 16
 RANGE_KEY, FEW_QUERIES_KEY = 16.0, 2.0
 """Times as long as dense attention that the op over ranges takes for a key: with one head a group, and with few queries."""
 MEASURED_ON = "estimated from one H200 in bf16"
-MAX_HEADS, MAX_D = 64, 512
-MAX_LIST = (128, 576, 512)
-"""The most heads a group, and the widest keys and values, that the list kernels take."""
+MAX_RANGES, MAX_LIST = (64, 512, 512), (128, 576, 512)
+"""The most heads a group, and the widest keys and values, that the kernels of ranges, and those of lists, take."""
 FUSED_D = 256
 """The widest heads that torch's fused kernels take; they take no sink."""
 ROWS = 64
@@ -154,12 +153,8 @@ def refusal(s: Sizes) -> str:
     """
     if s.device != "cuda":
         return ""
-    if s.dtype is torch.float64:
-        return "float64 has no kernel"
-    if s.heads > MAX_HEADS:
-        return f"{s.heads} heads a group; the kernels take up to {MAX_HEADS}"
-    if s.width > MAX_D:
-        return f"heads of {s.width} elements; the kernels take up to {MAX_D}"
+    if reason := _beyond(s, MAX_RANGES):
+        return reason
     sides = range_sides(s)
     return "" if sides.op_wins else sides.words()
 
@@ -262,14 +257,14 @@ def list_refusal(s: Sizes, training: bool = False) -> str:
     return "" if sides.op_wins else sides.words()
 
 
-def _beyond(s: Sizes) -> str:
-    """Returns which size no kernel of lists or masks takes, an empty string if there is none."""
+def _beyond(s: Sizes, most: tuple[int, int, int] = MAX_LIST) -> str:
+    """Returns which size no kernel takes, an empty string if there is none."""
     if s.dtype is torch.float64:
         return "float64 has no kernel"
     at = s.latent
     sizes = (s.heads, s.width, s.values) if at is None else (at.heads, at.width + at.shared, at.width)
-    if any(size > most for size, most in zip(sizes, MAX_LIST, strict=True)):
-        return "{} heads a group of {} elements, values of {}; the kernels take up to {}, {} and {}".format(
-            *sizes, *MAX_LIST
+    if any(size > limit for size, limit in zip(sizes, most, strict=True)):
+        return "{} heads a group of {} elements, values of {}; the kernels take up to {}, up to {} and up to {}".format(
+            *sizes, *most
         )
     return ""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten
+from mhc_inductor.routing.graph.expressions import Ref, aten
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, Var, may_fix
 from mhc_inductor.routing.graph.values import Value, example, name_of, reached
 from mhc_inductor.routing.graph.view import View
@@ -47,6 +47,7 @@ _GATHERED = (
     "ones, or a call of mhc_inductor.selection_attention with their indices"
 )
 _THRESHOLD = "the mask is computed from values that topk or sort returns; expected one computed from their indices"
+_BY_KEY = "the mask also indexes a tensor by the key's position, or its heads are in another order than those of K"
 _PICKED = (
     "the softmax is over scores that were chosen after the product with all keys; "
     "expected masks on scale * q @ k, made from indices"
@@ -264,10 +265,7 @@ class Search:
             return self._miss(mismatch.reason, mismatch.value, node)
         except KeyData as data:
             if recogniser.close:
-                reason = "the mask also indexes a tensor by the key's position"
-                if data.value.func in VIEWS:
-                    reason = "the heads of the mask are in another order than those of K"
-                return self._miss(reason, data.value, node)
+                return self._miss(_BY_KEY, data.value, node)
         except Unsupported:
             if (chosen := by_choice(recogniser.given)) is not None:
                 return self._miss(_THRESHOLD, chosen, node)
