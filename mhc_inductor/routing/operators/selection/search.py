@@ -18,18 +18,20 @@ from mhc_inductor.routing.masks.layouts import best
 from mhc_inductor.routing.masks.operands import Joined, held, sources
 from mhc_inductor.routing.operators.selection.absorb import absorption
 from mhc_inductor.routing.operators.selection.attention import Recogniser
-from mhc_inductor.routing.operators.selection.masked import OPAQUE, Masked, unknown
-from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
-from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, reads_masks, sizes_of
-from mhc_inductor.routing.operators.selection.scores import difference
-from mhc_inductor.routing.operators.selection.unrouted_softmax import (
+from mhc_inductor.routing.operators.selection.masked import (
+    OPAQUE,
+    Masked,
     by_choice,
     is_log,
     is_power,
     logged,
     masked_softmax,
     picked_scores,
+    unknown,
 )
+from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
+from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, reads_masks, sizes_of
+from mhc_inductor.routing.operators.selection.scores import difference
 from mhc_inductor.routing.operators.selection.weights import Weights, Written
 from mhc_inductor.routing.operators.selection.written_out import called_softmax, written_softmax
 
