@@ -178,6 +178,27 @@ def test_a_wrong_proposal_is_refused(name: str, dtype: torch.dtype, plug: Any) -
     assert miss.op == "own" and "test_routing_plugin" in miss.source
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_formula_that_was_compared_with_other_inputs_is_compared_again(first: bool, plug: Any) -> None:
+    """Of two equal formulas, one is proposed with its inputs swapped."""
+
+    def find(g: Graph) -> Iterator[Proposal]:
+        swapped = first
+        for out in g.products():
+            gate, up = out.factor(aten.silu).arg, out.rest(out.factor(aten.silu))
+            yield g.propose(out, gate=up if swapped else gate, up=gate if swapped else up)
+            swapped = not swapped
+
+    def fn(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Any:
+        return silu(a) * b - silu(c) * d
+
+    plug(find, example.swiglu)
+    given = [*inputs()[::2], *inputs()[::2]]
+    got = run(fn, given)
+    assert ops(got) == ["own"] and "verified on random data" in reasons(got)
+    assert difference(got, eager(fn, given)) < 2e-6
+
+
 # --- proposals that agree by chance -------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -56,20 +57,13 @@ class Piece:
 
     def structure(self) -> tuple[Any, ...]:
         """Returns a hashable description that is equal for pieces that compute the same; node names do not count."""
-        nth: dict[fx.Node, Any] = {node: _Nth(i) for i, node in enumerate(self.graph.nodes)}
+        nth: dict[fx.Node, Any] = {node: types.SimpleNamespace(nth=i) for i, node in enumerate(self.graph.nodes)}
         lines = []
         for node in self.graph.nodes:
             if node.op != "placeholder":
                 args = fx.node.map_arg((node.args, node.kwargs), nth.__getitem__)
                 lines.append((node.op, node.target, repr(args), node.meta.get(MODES)))
-        return tuple(lines), tuple(nth[p] for p in self.inputs.values()), tuple(nth[o] for o in self.outputs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Nth:
-    """Stands for the i-th node of a piece in the text of another node's arguments."""
-
-    i: int
+        return tuple(lines), repr([nth[p] for p in self.inputs.values()]), repr([nth[o] for o in self.outputs])
 
 
 def copied(
@@ -168,37 +162,28 @@ class Cut:
 
     def _op(self) -> Piece:
         """Builds the op's piece from the new nodes between the match's inputs and its results."""
-        piece, edit = Piece(), self.edit
+        piece, edit, region = Piece(), self.edit, self.place.region
         given = {edit.input(v): node_of(v) for v in self.match.inputs}
-        needed = self._needed(given)
         ends = [n for v in self.match.derived if (n := node_of(v)) in self.derived]
         known = copied(self.view, piece, self.derived, ends, self.stood_for)
-        at = {new: known[n] for new, n in given.items() if n in known}
+        # A node of an earlier match belongs to the op unless it stands for something outside the formula.
+        inside = {n for n in edit.created if n not in self.stood_for or self.stood_for[n] in region}
+        inside -= given.keys() | self.unrounded.keys()
+        results = [new for _, new in self.pairs]
+        needed = reached(results, lambda n: n.all_input_nodes if n in inside else ())
+        at: dict[fx.Node, fx.Node] = {}
+        for node in needed:
+            if node in given:
+                at[node] = known.get(given[node]) or piece.input(given[node])
+            elif node in self.unrounded:
+                at[node] = self._laid(piece, node)
+            elif node not in inside:
+                at[node] = piece.input(self.stood_for.get(node) or self.view.shown.get(node, [node])[-1])
         for node in edit.created:
-            if node in needed:
-                self._load(piece, node.all_input_nodes, given, at)
+            if node in inside and node in needed:
                 at[node] = piece.copy(node, at, self.place.modes)
-        self._load(piece, [new for _, new in self.pairs], given, at)
-        piece.outputs = [at[new] for _, new in self.pairs]
+        piece.outputs = [at[new] for new in results]
         return piece
-
-    def _load(
-        self,
-        piece: Piece,
-        nodes: list[fx.Node],
-        given: dict[fx.Node, fx.Node],
-        at: dict[fx.Node, fx.Node],
-    ) -> None:
-        """Adds to ``at`` each of ``nodes`` that is missing there, as a placeholder or a converted unrounded value."""
-        for a in nodes:
-            if a in at:
-                continue
-            if a in self.unrounded and a not in given:
-                at[a] = self._laid(piece, a)
-            elif a in given:
-                at[a] = piece.input(given[a])
-            else:
-                at[a] = piece.input(self.stood_for.get(a) or self.view.shown.get(a, [a])[-1])
 
     def _laid(self, piece: Piece, new: fx.Node) -> fx.Node:
         """Returns the formula's value of an input in the layout and dtype in which an earlier op returns it."""
@@ -207,15 +192,3 @@ class Cut:
             made = piece.graph.call_method(target, (made, argument))
             made.meta.update({MODES: self.place.modes, SHAPES: wanted})
         return made
-
-    def _needed(self, given: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-        """Returns the new nodes that the results depend on.
-
-        Stops at the match's inputs, at unrounded values, and at nodes of earlier matches that stand for something
-        outside the formula.
-        """
-        region, stands = self.place.region, self.stood_for
-        inside = {n for n in self.edit.created if n not in stands or stands[n] in region}
-        inside -= given.keys() | self.unrounded.keys()
-        results = [new for _, new in self.pairs]
-        return inside & reached(results, lambda n: n.all_input_nodes if n in inside else ()).keys()

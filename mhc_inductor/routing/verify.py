@@ -114,10 +114,10 @@ class Trial:
         self.keeps_roundings = True
         """Whether the formula in fp64 rounds its inputs where the model does."""
         self.specs: dict[fx.Node, Any] = {node: self._spec(node) for node in cut.inputs}
-        given = tuple((n in cut.formula.inputs, n in cut.op.inputs, _hashable(s)) for n, s in self.specs.items())
+        given, at = tuple(map(_hashable, self.specs.values())), {node: i for i, node in enumerate(cut.inputs)}
         self.rounded = max((_rounding(cut.edit, value) for value, _ in cut.pairs), default=0.0)
         ends = tuple((example(new).shape, example(new).dtype) for _, new in cut.pairs)
-        parts = cut.formula.structure(), cut.op.structure()
+        parts = tuple((piece.structure(), *(at[n] for n in piece.inputs)) for piece in (cut.formula, cut.op))
         asked = tuple(cut.asked)
         wide = sum(isinstance(s, Spec) for s in self.specs.values())
         self.cases = 1 if sizes else SPECIAL + 2 * wide if self.match.proposed else self.match.cases
