@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from mhc_inductor.routing.operators.selection.profit import MEMORY, PRODUCT_FLOPS
-from mhc_inductor.routing.report import Cost, Fused, NearMiss, Report, Routed, module_name
+from mhc_inductor.routing.report import Cost, NearMiss, Report, Routed, module_name
 
 _AROUND = 2
 """How many lines of code are shown before and after a finding's own."""
@@ -59,7 +59,7 @@ _SEARCH = """
 })(document.currentScript.previousElementSibling.querySelector("input"));
 """
 
-Finding = Routed | Fused | NearMiss
+Finding = Routed | NearMiss
 
 
 def whole(report: Report) -> str:
@@ -93,8 +93,7 @@ def _totals(report: Report) -> str:
 
 
 def _explained(report: Report) -> str:
-    findings: list[Routed | Fused] = [*report.routed, *report.fused]
-    costs = [f.cost for f in findings if f.cost is not None]
+    costs = [f.cost for f in (*report.routed, *report.fused) if f.cost is not None]
     said = (
         f"Least time: what the op's forward must move or multiply, on an H200 ({MEMORY / 1e12:.1f} TB/s, "
         f"{PRODUCT_FLOPS / 1e12:.0f} TFLOP/s). Attention over ranges counts all keys. "
@@ -139,21 +138,20 @@ def _tree(found: list[Finding]) -> _Module:
         at = root
         for path, kind in one.modules:
             at = at.inside.setdefault(f"{path}:{kind}", _Module(path, kind))
-        # Near misses that differ in the node alone share a row, which names the first node.
-        alike = dataclasses.replace(one, node="") if isinstance(one, NearMiss) else one
-        at.found.setdefault(alike, []).append(one)
+        at.found.setdefault(one, []).append(one)
     return root
 
 
 def _kind(found: Finding) -> str:
-    return {Routed: "routed", Fused: "fused", NearMiss: "missed"}[type(found)]
+    return "missed" if isinstance(found, NearMiss) else "fused" if found.parts else "routed"
 
 
 def _finding(alike: list[Finding]) -> str:
     one, kind = alike[0], _kind(alike[0])
     place, _, code = one.source.partition(", in ")
     count = f"{len(alike)} × " if len(alike) > 1 else ""
-    rows = [*_rows(one)]
+    cost = None if isinstance(one, NearMiss) else one.cost
+    rows = [*one.said(), *(_sizes(cost) if cost else ())]
     listed = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows if text)
     words = escape(
         " ".join([kind, one.op, module_name(one), one.source, *(text for _, text in rows)]).lower(), quote=True
@@ -169,23 +167,6 @@ def _brief(one: Finding) -> str:
     if isinstance(one, NearMiss):
         return one.reason
     return "" if one.cost is None or one.cost.times is None else _measured(one.cost)
-
-
-def _rows(one: Finding) -> Iterator[tuple[str, str]]:
-    if isinstance(one, NearMiss):
-        yield "why not", one.reason
-        yield "node", one.node
-        return
-    if isinstance(one, Routed):
-        yield "found", one.detail
-        yield "runs", one.runs()
-    else:
-        yield "of", " + ".join(one.parts)
-        yield "runs", ", ".join(one.kernels)
-    error = "" if one.error is None else f"{one.error:.2g} relative to fp64"
-    yield "error", "; ".join(filter(None, (error, one.note)))
-    if one.cost is not None:
-        yield from _sizes(one.cost)
 
 
 def _sizes(cost: Cost) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
 from benchmarks import deepseek_model, deepseek_v4, deepseek_worker, environment, routing
-from mhc_inductor.routing.report import Fused, Report, Routed
+from mhc_inductor.routing.report import Report, Routed
 
 CPU = torch.device("cpu")
 SMALL = deepseek_model.Size(1, 32, 2, 16, 16, 16, 2, 16, 4, 2, 16, 64, 2, 16)
@@ -167,7 +167,9 @@ def made_rows() -> list[dict[str, Any]]:
             row |= {"parameters": 155_000_000, "compiled_alone": True, "stamp": {}}
             if compile_s:
                 row["compile_s"] = compile_s[i]
-                found = Report([Routed("mhc_pre", "a.py:1")] * 8, [], [Fused("mhc_post_pre", ("a", "b"), "")] * 7)
+                found = Report(
+                    [Routed("mhc_pre", "a.py:1")] * 8, [], [Routed("mhc_post_pre", "", parts=("a", "b"))] * 7
+                )
                 found.nodes, found.seconds = 900, 0.5
                 row["routing"] = routing.summary([found]) | {"share_of_compile": 0.5 / compile_s[i]}
             rows.append(row)

@@ -24,7 +24,7 @@ from mhc_inductor.routing import explain as module
 from mhc_inductor.routing import measure
 from mhc_inductor.routing.explain import explain
 from mhc_inductor.routing.operators.kernels import KERNELS, REFERENCE, kernels_of
-from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, log_report
+from mhc_inductor.routing.report import NearMiss, Report, Routed, log_report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = pathlib.Path(__file__).name
@@ -223,7 +223,7 @@ def test_errors_of_the_function_come_through():
 
 FOUND = Report(
     routed=[Routed("mhc_pre", "m.py:3, in f: x[0]", "n = 4", ("a", "b")), Routed("mhc_post", "m.py:9, in f: y")],
-    fused=[Fused("mhc_post_pre", ("mhc_post", "mhc_pre"), "m.py:3, in f: x[0]", ("c",))],
+    fused=[Routed("mhc_post_pre", "m.py:3, in f: x[0]", kernels=("c",), parts=("mhc_post", "mhc_pre"))],
     near_misses=[
         NearMiss("mhc_sinkhorn", "expected [dim] -1", "m.py:5, in f: z", "softmax"),
         NearMiss("mhc_sinkhorn", "expected [dim] -1", "m.py:5, in f: z", "softmax_1"),
@@ -362,11 +362,11 @@ def test_one_line_per_finding(caplog):
         log_report(Report(graphs=1))
     lines = [r.getMessage() for r in caplog.records if r.name == "mhc_inductor"]
     assert lines == [
-        "routed mhc_pre at m.py:3, in f: x[0] (n = 4) -> a, b",
+        "routed mhc_pre at m.py:3, in f: x[0]; detail: n = 4; kernels: a, b",
         "routed mhc_post at m.py:9, in f: y",
-        "fused mhc_post + mhc_pre to mhc_post_pre at m.py:3, in f: x[0]",
-        "near miss of mhc_sinkhorn at m.py:5, in f: z: expected [dim] -1 (node softmax)",
-        "near miss of mhc_sinkhorn at m.py:5, in f: z: expected [dim] -1 (node softmax_1)",
+        "fused mhc_post_pre at m.py:3, in f: x[0]; of: mhc_post + mhc_pre; kernels: c",
+        "near miss mhc_sinkhorn at m.py:5, in f: z; why not: expected [dim] -1; node: softmax",
+        "near miss mhc_sinkhorn at m.py:5, in f: z; why not: expected [dim] -1; node: softmax_1",
         "problem: broken at m.py:8",
         TOTALS,
     ]

@@ -58,7 +58,7 @@ def test_a_saved_page_is_whole(saved: pathlib.Path) -> None:
     assert re.search(r"<mark> *\d+ .*h_in = \(pre.unsqueeze\(-1\) \* x\).sum\(-2\)</mark>", text), (
         "the line, with its code"
     )
-    assert re.search(r"\d\.\de-\d+ relative to fp64|e-\d+ relative to fp64", text), "the verified error"
+    assert re.search(r"<dt>relative error</dt><dd>\d(\.\d)?e-\d+</dd>", text), "the verified error"
     assert "-2" in text and "why not" in text
 
 

@@ -40,7 +40,7 @@ from mhc_inductor.routing.interface import (
 )
 from mhc_inductor.routing.placement import Placement
 from mhc_inductor.routing.plugin import Element, Graph, Proposal, register
-from mhc_inductor.routing.report import AS_WRITTEN, Fused, NearMiss, Report, Routed, modules_of, source_of
+from mhc_inductor.routing.report import AS_WRITTEN, NearMiss, Report, Routed, modules_of, source_of
 from mhc_inductor.routing.sharded import as_whole
 from mhc_inductor.routing.verify import Verifier
 from mhc_inductor.scope import Change
@@ -84,7 +84,8 @@ def route(
         with paused, sizes_stay(exported), bounds.watch() as unfollowed, as_whole(gm) as memory:
             routing.knowledge.effects.memory = memory
             routing.graph(gm, ambient(), body=False)
-        report.near_misses += dict.fromkeys(map(_unfollowed, unfollowed))
+        near = (_near_at(bounds.nearest(error.value), str(error)) for error in unfollowed)
+        report.near_misses += dict.fromkeys(near)
     except Exception as error:  # on any failure the model compiles as it would without this package
         routing.problem("a graph is compiled unrouted", error, _where(gm.graph))
     report.seconds = time.perf_counter() - start
@@ -224,11 +225,9 @@ class _Pass:
         except Exception as error:
             self.problem("a formula stays as it is", error, source_of(match.start.node))
         else:
-            kernels, verdict = operator.kernels(match.op, _device(match.start)), edit.verdict
-            if match.parts:
-                found.fused.append(_fused(match, kernels, verdict))
-            else:
-                found.routed.append(_routed(match, kernels, verdict, kept))
+            kernels = operator.kernels(match.op, _device(match.start))
+            made = found.fused if match.parts else found.routed
+            made.append(_routed(match, kernels, edit.verdict, kept))
 
     def _report_failures(self) -> None:
         """Reports the nodes at which the search of an operator failed."""
@@ -338,9 +337,12 @@ def _refused(match: Match, error: Exception) -> Miss | None:
 
 def _near(miss: Miss) -> NearMiss:
     places = [v.node for v in (miss.value, miss.start) if v is not None and v.node is not None]
-    node = places[0] if places else None
+    return _near_at(places[0] if places else None, miss.reason, miss.op, miss.ordinary)
+
+
+def _near_at(node: fx.Node | None, reason: str, op: str = "any op", ordinary: bool = False) -> NearMiss:
     name = node.name if node is not None else ""
-    return NearMiss(miss.op, miss.reason, source_of(node), name, miss.ordinary, modules_of(node))
+    return NearMiss(op, reason, source_of(node), name, ordinary, modules_of(node))
 
 
 def _opaque(view: View) -> list[NearMiss]:
@@ -354,22 +356,13 @@ def _opaque(view: View) -> list[NearMiss]:
         elif node.op == "placeholder" and any(map(compat.is_wrapper, tensors_in(example(node)))):
             kind = type(example(node)).__name__
             found.setdefault(f"formulas of {kind}, a subclass of Tensor, are not analysed", node)
-    return [NearMiss("any op", why, source_of(node), node.name, ordinary=True) for why, node in found.items()]
-
-
-def _unfollowed(error: bounds.Unfollowed) -> NearMiss:
-    node = bounds.nearest(error.value)
-    return NearMiss("any op", str(error), source_of(node), node.name if node is not None else "")
+    return [_near_at(node, why, ordinary=True) for why, node in found.items()]
 
 
 def _routed(match: Match, kernels: tuple[str, ...], verdict: Verdict, kept: bool) -> Routed:
     node, said = match.start.node, (verdict.error, verdict.note)
-    return Routed(match.op, source_of(node), match.detail, kernels, *said, kept, modules_of(node), verdict.cost)
-
-
-def _fused(match: Match, kernels: tuple[str, ...], verdict: Verdict) -> Fused:
-    node, said = match.start.node, (verdict.error, verdict.note)
-    return Fused(match.op, match.parts, source_of(node), kernels, *said, modules_of(node), verdict.cost)
+    where, modules = source_of(node), modules_of(node)
+    return Routed(match.op, where, match.detail, kernels, *said, kept, modules, verdict.cost, match.parts)
 
 
 def _device(value: Value) -> str:

@@ -27,6 +27,8 @@ _WOULD_KEEP = "a compile keeps the formula as written, which is faster on this d
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_FRAME = re.compile(r'^ *File "(.*)", line (\d+), in (.*)(?:\n(?! *File ") *(.+))?', re.M)
+"""A frame of a stack trace: file, line, function and code."""
 
 
 def source_of(node: fx.Node | None) -> str:
@@ -34,14 +36,12 @@ def source_of(node: fx.Node | None) -> str:
     trace = node.meta.get("stack_trace") if node is not None else None
     if not trace:
         return "unknown"
-    lines = [line.strip() for line in trace.strip().splitlines()]
-    files = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    for i in reversed([i for i in files if _TORCH not in lines[i]] or files):
-        file, _, rest = lines[i].removeprefix('File "').partition('", line ')
-        line, _, function = rest.partition(", in ")
-        code = f": {lines[i + 1]}" if i + 1 < len(lines) else ""
-        return f"{file}:{line}, in {function}{code}"
-    return "unknown"
+    frames: list[tuple[str, ...]] = _FRAME.findall(trace)
+    own = [frame for frame in frames if _TORCH not in frame[0]] or frames
+    if not own:
+        return "unknown"
+    file, line, function, code = own[-1]
+    return f"{file}:{line}, in {function}" + (f": {code}" if code else "")
 
 
 Modules = tuple[tuple[str, str], ...]
@@ -81,9 +81,13 @@ class Cost:
     note: str = ""
 
 
+Said = Iterator[tuple[str, str]]
+"""Headings with texts, of which some may be empty."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """A formula that became an op.
+    """A formula that became an op, or neighbouring ops that became one: then ``parts`` are their names.
 
     ``source`` is "file.py:line, in function: code" in the user's file. ``error`` is the op's largest relative error
     over outputs and gradients, compared with the formula in higher precision, if it was verified. ``note`` says why it
@@ -101,45 +105,44 @@ class Routed:
     as_written: bool = False
     modules: Modules = dataclasses.field(default=(), compare=False)
     cost: Cost | None = dataclasses.field(default=None, compare=False, repr=False)
+    parts: tuple[str, ...] = ()
 
     def runs(self) -> str:
         """Returns what runs in place of the formula, as text."""
         kept = (_WOULD_KEEP,) if self.as_written and self.kernels != AS_WRITTEN else ()
         return "; ".join((", ".join(self.kernels), *kept))
 
+    def said(self) -> Said:
+        """Yields what a report says of it."""
+        yield "of", " + ".join(self.parts)
+        yield "detail", self.detail
+        yield "kernels", self.runs()
+        error = "" if self.error is None else f"{self.error:.2g}"
+        yield "relative error", f"{error} ({self.note})" if error and self.note else error or self.note
+
 
 @dataclasses.dataclass(frozen=True)
 class NearMiss:
-    """A formula that almost became an op: the op it resembles, the first node that does not fit, and why."""
+    """A formula that almost became an op: the op it resembles, the first node that does not fit, and why.
+
+    Near misses that differ only in the node are equal, so that they share a row, which names the first node.
+    """
 
     op: str
     reason: str
     source: str
-    node: str = ""
+    node: str = dataclasses.field(default="", compare=False)
     ordinary: bool = False
     """Whether nobody would expect this formula to be routed."""
     modules: Modules = dataclasses.field(default=(), compare=False)
 
-
-@dataclasses.dataclass(frozen=True)
-class Fused:
-    """Neighbouring ops that became one op: its name, the names of the ops it replaces, and the source line."""
-
-    op: str
-    parts: tuple[str, ...]
-    source: str
-    kernels: tuple[str, ...] = ()
-    error: float | None = None
-    note: str = ""
-    modules: Modules = dataclasses.field(default=(), compare=False)
-    cost: Cost | None = dataclasses.field(default=None, compare=False, repr=False)
+    def said(self) -> Said:
+        """Yields what a report says of it."""
+        yield "why not", self.reason
+        yield "node", self.node
 
 
-_VERIFIED = "relative error"
-"""What an error is called."""
-
-Row = tuple[str, ...]
-Section = tuple[str, Row, list[Row]]
+Row = tuple[str, str, str, str]
 
 
 @dataclasses.dataclass(repr=False)
@@ -153,7 +156,7 @@ class Report:
 
     routed: list[Routed] = dataclasses.field(default_factory=list)
     near_misses: list[NearMiss] = dataclasses.field(default_factory=list)
-    fused: list[Fused] = dataclasses.field(default_factory=list)
+    fused: list[Routed] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
     graphs: int = 0
     nodes: int = 0
@@ -180,63 +183,41 @@ class Report:
             f"{self.nodes} nodes of {graphs} graph{'' if graphs == 1 else 's'} in {self.seconds:.2f} s"
         )
 
-    def sections(self) -> Iterator[Section]:
-        """Yields title, headings and rows of each part that has rows. A row begins with its count and op, without headings.
-
-        Equal findings share a row. Near misses that differ only in the node also share one, which names the first node.
-        """
-        routed: list[Row] = [
-            (f"{n} x", r.op, r.source, r.detail, r.runs(), _error(r)) for r, n in _grouped(self.routed)
-        ]
-        fused: list[Row] = [
-            (f"{n} x", f.op, " + ".join(f.parts), f.source, ", ".join(f.kernels), _error(f))
-            for f, n in _grouped(self.fused)
-        ]
-        nodes = {dataclasses.replace(m, node=""): m.node for m in reversed(self.near_misses)}
-        misses = _grouped(dataclasses.replace(m, node="") for m in self.near_misses)
-        near: list[Row] = [(f"{n} x", m.op, m.reason, nodes[m], m.source) for m, n in misses]
-        parts: list[Section] = [
-            ("routed", ("source", "detail", "kernels", _VERIFIED), routed),
-            ("fused", ("of", "source", "kernels", _VERIFIED), fused),
-            ("near misses", ("why not", "node", "source"), near),
-            ("problems", (), [(f"{n} x", p) for p, n in _grouped(self.problems)]),
-        ]
-        return (part for part in parts if part[2])
+    def kinds(self) -> dict[str, list[Any]]:
+        """Returns the findings other than problems, by kind."""
+        return {"routed": self.routed, "fused": self.fused, "near misses": self.near_misses}
 
     def __repr__(self) -> str:
         return f"<Report: {self.totals()}>"
 
     def __str__(self) -> str:
         lines = []
-        for title, headings, rows in self.sections():
-            lines.append(f"{title}:")
-            for count, first, *rest in rows:
-                lines.append(f"  {count} {first}")
-                pairs = zip(headings, rest, strict=True)
-                lines += [f"      {heading}: {text}" for heading, text in pairs if text]
+        for kind, found in self.kinds().items():
+            if found:
+                lines.append(f"{kind}:")
+            for one, n in Counter(found).items():
+                lines.append(f"  {n} x {one.op}")
+                lines += [f"      {name}: {text}" for name, text in (("source", one.source), *one.said()) if text]
+        if self.problems:
+            lines += ["problems:", *(f"  {n} x {problem}" for problem, n in Counter(self.problems).items())]
         return "\n".join([*lines, self.totals()])
 
     def table(self, width: int = 100) -> str:
         """Returns one line for each finding, at most ``width`` columns wide; equal findings of alike layers share it."""
-        kinds: list[tuple[str, str, dict[Row, list[Any]]]] = [
-            ("routed", "kernels", _alike(self.routed)),
-            ("fused", "kernels", _alike(self.fused)),
-            ("near misses", "why not", _alike(self.near_misses)),
-            ("problems", "", {(problem,): [None] * n for problem, n in Counter(self.problems).items()}),
-        ]
-        rows = [("near misses", "module", "line"), *(row for _, last, lines in kinds for row in lines if last)]
+        kinds = {kind: _alike(found) for kind, found in self.kinds().items()}
+        rows = [("near misses", "module", "line"), *(row for lines in kinds.values() for row in lines)]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         widths = [min(have, most) for have, most in zip(widths, (22, width // 4, width * 26 // 100), strict=True)]
         shown: list[str] = []
-        for title, last, lines in kinds:
+        for kind, lines in kinds.items():
+            head = (kind, "module", "line", "why not" if kind == "near misses" else "kernels")
             if lines:
-                shown.append(
-                    "      " + _columns((title, "module", "line", last) if last else (title,), widths, width - 6)
-                )
-            shown += [
-                f"{len(alike):5} " + _columns(_with_error(row, alike), widths, width - 6)
-                for row, alike in lines.items()
-            ]
+                shown.append("      " + _columns(head, widths, width - 6))
+            for row, alike in lines.items():
+                shown.append(f"{len(alike):5} " + _columns(_with_error(row, alike), widths, width - 6))
+        if self.problems:
+            shown.append("      problems")
+        shown += [f"{n:5} {_ended(problem, width - 6)}" for problem, n in Counter(self.problems).items()]
         return "\n".join([*(line.rstrip() for line in shown), *textwrap.wrap(self.totals(), width)])
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
@@ -271,12 +252,12 @@ def _alike(found: Iterable[Any]) -> dict[Row, list[Any]]:
     return lines
 
 
-def _line(found: Routed | Fused | NearMiss) -> Row:
+def _line(found: Routed | NearMiss) -> Row:
     module = ".".join("*" if part.isdigit() else part for part in module_name(found).split("."))
     place = found.source.partition(", in ")[0]
     if isinstance(found, NearMiss):
         return found.op, module, place, found.reason
-    kernels = AS_WRITTEN if isinstance(found, Routed) and found.as_written else found.kernels
+    kernels = AS_WRITTEN if found.as_written else found.kernels
     first = re.split(r"[,;:]| formula", kernels[0])[0] if kernels else ""
     return found.op, module, place, first + (f" + {len(kernels) - 1} more" if len(kernels) > 1 else "")
 
@@ -287,7 +268,7 @@ def _with_error(row: Row, alike: list[Any]) -> Row:
     return (*row[:-1], f"error {max(errors):.0e}, {row[-1]}") if errors else row
 
 
-def module_name(found: Routed | Fused | NearMiss) -> str:
+def module_name(found: Routed | NearMiss) -> str:
     """Returns the path of the innermost module around a finding; the class of explain's own argument."""
     path, kind = found.modules[-1] if found.modules else ("", "")
     return path or kind
@@ -295,8 +276,6 @@ def module_name(found: Routed | Fused | NearMiss) -> str:
 
 def _columns(cells: Row, widths: list[int], width: int) -> str:
     """Returns the cells of a line in columns. Paths lose their beginning, other texts their end."""
-    if len(cells) == 1:
-        return _ended(cells[0], width)
     cut = (_ended(cells[0], widths[0]), _begun(cells[1], widths[1]), _begun(cells[2], widths[2]))
     return _ended("  ".join([*(c.ljust(w) for c, w in zip(cut, widths, strict=True)), cells[3]]), width)
 
@@ -312,37 +291,8 @@ def _begun(text: str, width: int) -> str:
     return "…" + cut[max(cut.find("/"), 0) :]
 
 
-def _error(found: Routed | Fused) -> str:
-    """Returns the verification result of a finding as text, or an empty string."""
-    error = "" if found.error is None else f"{found.error:.2g}"
-    return f"{error} ({found.note})" if error and found.note else error or found.note
-
-
-def _grouped(found: Iterable[Any]) -> list[tuple[Any, int]]:
-    return list(Counter(found).items())
-
-
 def _counts(ops: Iterable[str]) -> str:
     return ", ".join(f"{n} {op}" for op, n in Counter(ops).items())
-
-
-def _verified(found: Routed | Fused) -> str:
-    text = _error(found)
-    return f"; {_VERIFIED} {text}" if text else ""
-
-
-def findings(report: Report) -> Iterator[str]:
-    """Yields one line per finding, in the order of the sections."""
-    for r in report.routed:
-        detail, kernels = f" ({r.detail})" if r.detail else "", f" -> {', '.join(r.kernels)}" if r.kernels else ""
-        yield f"routed {r.op} at {r.source}{detail}{kernels}{_verified(r)}"
-    for f in report.fused:
-        yield f"fused {' + '.join(f.parts)} to {f.op} at {f.source}{_verified(f)}"
-    for m in report.near_misses:
-        node = f" (node {m.node})" if m.node else ""
-        yield f"near miss of {m.op} at {m.source}: {m.reason}{node}"
-    for p in report.problems:
-        yield f"problem: {p}"
 
 
 def log_report(report: Report) -> None:
@@ -353,8 +303,12 @@ def log_report(report: Report) -> None:
     if report.empty:
         logger.debug("%s", report.totals())
         return
-    for line in findings(report):
-        logger.info("%s", line)
+    for kind, found in report.kinds().items():
+        for one in found:
+            said = "".join(f"; {name}: {text}" for name, text in one.said() if text)
+            logger.info("%s", f"{kind.removesuffix('es')} {one.op} at {one.source}{said}")
+    for problem in report.problems:
+        logger.info("%s", f"problem: {problem}")
     logger.info("%s", report.totals())
     compat.routing.trace_artifact(ARTIFACT, lambda: str(report))
 
