@@ -64,8 +64,6 @@ class Edit:
         self._copies: set[fx.Node] = set()
         self._saved: dict[fx.Node, set[int]] = {}
         self._seen: dict[int, int] = {}
-        self._reach: dict[fx.Node, int] = {}
-        """The graph inputs that a gradient reaches through the op in place of a node, as a bit mask."""
         self._mark = (0, 0, 0)
         self.committed = False
 
@@ -264,18 +262,14 @@ class Edit:
 
     def narrowed(self, node: fx.Node, dtype: torch.dtype) -> bool:
         """Returns whether every use of the view's ``node`` casts it to ``dtype``, directly or through views."""
-        users = [u for u in node.users if u.op != "output"]
-        if not users or len(users) != len(node.users):
-            return False
-        for user in users:
-            value = self.view.values.of(user)
-            if not isinstance(value, Value) or (value.dtype != dtype and value.func not in VIEWS):
+
+        def casts(user: fx.Node) -> bool:
+            value = None if user.op == "output" else self.view.value(user)
+            if value is None:
                 return False
-            if value.dtype == dtype and is_cast(value):
-                continue
-            if value.func not in VIEWS or not self.narrowed(user, dtype):
-                return False
-        return True
+            return (value.dtype == dtype and is_cast(value)) or (value.func in VIEWS and self.narrowed(user, dtype))
+
+        return bool(node.users) and all(map(casts, node.users))
 
     def as_like(self, node: fx.Node, value: Value, sized: fx.Node | None = None) -> fx.Node:
         """Returns ``node`` with the shape and dtype of ``value``, and with its memory order if that is observable."""
@@ -425,36 +419,14 @@ class Edit:
                 "the op would give a parameter a gradient of zeros where the model gives none",
                 self.view.value(old),
             )
-        self._reach[old] = roots
-        if not view.roots[old] & ~roots:
-            return new
-        zeros = view.roots[old] & ~(roots | self._reached_past(old))
-        self._reach[old] |= zeros
-        for node in [n for n in view.nodes if n.op in ("placeholder", "get_attr") and view.roots[n] & zeros]:
+        zeros = view.roots[old] & ~roots
+        for node in view.nodes if zeros else ():
+            if node.op not in ("placeholder", "get_attr") or not view.roots[node] & zeros:
+                continue
             # A sum of no elements is 0, and what it would add up gets zeros. A difference keeps -0.
             none = self.emit(operator.getitem, self.emit("reshape", self.current(node), -1), slice(0))
             new = self.emit(operator.sub, new, self.emit("sum", none))
         return new
-
-    def _reached_past(self, old: fx.Node) -> int:
-        """Returns the graph inputs to which a gradient flows elsewhere than through ``old``, as a bit mask.
-
-        Results that were replaced before reach what their ops read. Nothing counts in a program that may run uncompiled.
-        """
-        view, found, seen = self.view, 0, {old}
-        todo = [] if view.knowledge.exported else [*view.results]
-        while todo:
-            node = todo.pop()
-            if node in seen or not self.needs_grad(node):
-                continue
-            seen.add(node)
-            if node in self._new and node in self._reach:
-                found |= self._reach[node]
-            elif node.op in ("placeholder", "get_attr"):
-                found |= view.roots[node]
-            else:
-                todo += node.all_input_nodes
-        return found
 
     def _replace(self, value: Value, new: fx.Node) -> None:
         """Makes the readers of a formula's result read ``new``."""
@@ -500,18 +472,12 @@ class Edit:
         Other dead code stays, because it may have effects. Nothing is undone from here on: if this fails, dead code is
         left in the graph.
         """
-        gone = unneeded(self.view, self._formulas)
+        gone, read = unneeded(self.view, self._formulas), set[fx.Node]()
         self.committed = True
         share_memory(self.view, [(old, new) for old, new in self._learned if new not in self._copies])
-        parents = [a for node in gone for a in node.all_input_nodes]
-        for node in sorted(gone, key=self.view.position.__getitem__, reverse=True):
-            self.graph.erase_node(node)
-        todo = [n for n in parents if n not in gone]
-        while todo:
-            node = todo.pop()
-            if node not in gone and not node.users and pure(self.view, node):
-                todo += node.all_input_nodes
-                gone.add(node)
+        for node in reversed([*self.graph.nodes]):  # readers come later
+            if node in gone or (node in read and not node.users and pure(self.view, node)):
+                read.update(node.all_input_nodes)
                 self.graph.erase_node(node)
 
     def guard(self) -> None:
