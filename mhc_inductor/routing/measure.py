@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
-import time
-from collections.abc import Callable
+import timeit
 from math import prod
 from typing import Any
 
@@ -24,7 +24,7 @@ from mhc_inductor.routing.report import Cost
 from mhc_inductor.routing.verify import Trial, Verifier, said
 
 _REPEATS, _SECONDS = 20, 0.5
-"""A time is the median of at most so many runs, which take at most so long; the first two do not count."""
+"""A time is the median of at most so many runs, which take about so long at most; the first two do not count."""
 
 
 class Inspector:
@@ -127,7 +127,10 @@ def _seconds(trial: Trial, piece: Piece, feed: dict[fx.Node, Any], backend: Any)
             ups[:] = ups or [torch.ones_like(t) for t in live]
             torch.autograd.grad(live, wanted, ups, allow_unused=True)
 
-    return _median(run, {t.device for t in leaves if isinstance(t, Tensor)})
+    devices = {t.device for t in leaves if isinstance(t, Tensor)}
+    timer = timeit.Timer(run, timer=functools.partial(_now, devices))
+    *_, once = timer.repeat(3, number=1)
+    return statistics.median(timer.repeat(min(_REPEATS, 1 + int(_SECONDS / once)), number=1))
 
 
 def _module(piece: Piece, count: int) -> fx.GraphModule:
@@ -137,21 +140,8 @@ def _module(piece: Piece, count: int) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def _median(run: Callable[[], None], devices: set[torch.device]) -> float:
-    taken: list[float] = []
-    begin = 0.0
-    for i in range(_REPEATS + 2):
-        begin = begin if i != 2 else time.perf_counter()
-        start = _now(devices)
-        run()
-        taken.append(_now(devices) - start)
-        if i >= 2 and time.perf_counter() - begin > _SECONDS:
-            break
-    return statistics.median(taken[2:])
-
-
 def _now(devices: set[torch.device]) -> float:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return timeit.default_timer()
