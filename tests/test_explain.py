@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_inductor
 from mhc_inductor.routing import explain as module
-from mhc_inductor.routing import measure
 from mhc_inductor.routing.explain import explain
 from mhc_inductor.routing.operators.kernels import KERNELS, REFERENCE, kernels_of
 from mhc_inductor.routing.report import NearMiss, Report, Routed, log_report
@@ -311,7 +310,7 @@ def test_what_cannot_be_told_of_an_op_changes_no_finding(monkeypatch):
     def fail(_):
         raise TypeError("no size\nhere")
 
-    monkeypatch.setattr(measure, "_cost", fail)
+    monkeypatch.setattr(module, "_cost", fail)
     report = explain(Plain().eval(), streams(), measure=True)
     assert ops(report) == ["mhc_post", "mhc_pre"] and not report.near_misses and not report.problems
     assert {r.cost.note for r in report.routed} == {"not known: TypeError: no size"}
@@ -325,9 +324,9 @@ def test_formula_and_op_are_measured_on_request(grad, monkeypatch):
         backends.append(backend)
         return taken(trial, piece, feed, backend)
 
-    taken = measure._seconds
-    monkeypatch.setattr(measure, "_seconds", seconds)
-    monkeypatch.setattr(measure, "_REPEATS", 2)
+    taken = module._seconds
+    monkeypatch.setattr(module, "_seconds", seconds)
+    monkeypatch.setattr(module, "_REPEATS", 2)
     before = mhc_inductor.counters()
     with torch.set_grad_enabled(grad):
         report = explain(Plain().eval(), streams(), measure=True)
@@ -342,7 +341,7 @@ def test_a_formula_that_cannot_be_measured_says_why(monkeypatch):
     def fail(*_):
         raise RuntimeError("no compiler\nhere")
 
-    monkeypatch.setattr(measure, "_seconds", fail)
+    monkeypatch.setattr(module, "_seconds", fail)
     report = explain(Plain().eval(), streams(), measure=True)
     assert {r.cost.note for r in report.routed} == {"not measured: RuntimeError: no compiler"}
 

@@ -20,14 +20,12 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.routing import sharded
-from mhc_inductor.routing.dead_nodes import pure, share_memory, unneeded
 from mhc_inductor.routing.graph.expressions import VIEWS, is_cast
 from mhc_inductor.routing.graph.index import Size, size_of
 from mhc_inductor.routing.graph.values import Value, example, reached, run_fake, tensors_in
 from mhc_inductor.routing.graph.view import GRAD, View
 from mhc_inductor.routing.interface import Match, Mismatch, Verdict
-from mhc_inductor.routing.placement import TRACES, WRITTEN, Place, Placement, module_of, node_of
-from mhc_inductor.routing.saved_tensors import saved_by
+from mhc_inductor.routing.placement import TRACES, WRITTEN, Place, Placement, module_of, node_of, saved_by
 
 __all__ = ["Check", "Edit", "Emit", "Pairs", "node_of"]
 
@@ -540,3 +538,48 @@ def _memory_order(t: torch.Tensor) -> list[int]:
     strides, sizes = ([compat.routing.hint(s) for s in each] for each in (t.stride(), t.shape))
     real = iter(sorted((d for d in range(t.dim()) if sizes[d] != 1), key=lambda d: -strides[d]))
     return [next(real) if sizes[d] != 1 else d for d in range(t.dim())]
+
+
+def unneeded(view: View, formulas: set[fx.Node]) -> set[fx.Node]:
+    """Returns the real nodes of ``formulas`` that nothing else reads, in-place steps on their own tensors included."""
+    # Dynamo leaves dead code in its graphs. New nodes, which read sizes of the formulas' tensors, are not in the view.
+    unread = reached(formulas, lambda n: (user for user in n.users if user in view.order and user not in view.live))
+    gone = {view.node(n) for n in unread if n.op.startswith("call_")}
+    # The view knows in-place steps on the formulas' tensors under other nodes: add the real ones.
+    gone |= {node for _, _, node in view.events if gone.issuperset(view.effects.written(node))}
+    before = -1
+    while before != len(gone):
+        before = len(gone)
+        # Readers come later, so one sweep from the end settles everything except nodes that in-place steps read.
+        for n in sorted(gone, key=view.position.__getitem__, reverse=True):
+            if not gone.issuperset(n.users) or not _removable(view, n, gone):
+                gone.discard(n)
+    return gone
+
+
+def _removable(view: View, node: fx.Node, gone: set[fx.Node]) -> bool:
+    """Returns whether a node has no effect other than writes to tensors that only nodes of ``gone`` hold."""
+    effect, targets = view.effects.of(node), view.effects.written(node)
+    if (example(node) is None and not targets) or not effect.known or (effect.watches and not effect.writes):
+        return False
+    return all(gone.issuperset(view.holders[s]) for n in targets for s in view.effects.storages(n))
+
+
+def pure(view: View, node: fx.Node) -> bool:
+    """Returns whether a node does nothing but compute its result."""
+    if node.op == "get_attr":
+        return True
+    if node.op not in ("call_function", "call_method") or example(node) is None:
+        return False
+    effect = view.effects.of(node)
+    return effect.known and not effect.writes and not effect.watches and view.values.inspectable(node)
+
+
+def share_memory(view: View, replaced: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+    """Records the views of each replaced result as views of its replacement, for the operators that run next."""
+    for old, new in replaced:
+        if isinstance(example(view.node(old)), torch.Tensor):
+            (was,), (now,) = view.storages(old), view.effects.storages(new)
+            for user in view.holding(new, {was})[1:]:
+                user.meta[GRAD] = view.flows(user)
+                view.effects.move(user, was, now)
