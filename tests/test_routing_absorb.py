@@ -211,8 +211,8 @@ class Absorbing:
                 listed = view.value(indices)
                 assert listed is not None
                 match = Match("selection_attention", [*found.inputs, listed], [one.out], data=(one, found, indices))
-                edit.apply(match, _emit, self.check)
-                self.errors.append(edit.verdict.error)
+                verdict = edit.apply(match, _emit, self.check)
+                self.errors.append(verdict.error)
         edit.guard()
         gm.graph.lint()
         edit.sweep()

@@ -214,7 +214,7 @@ class _Pass:
                 Placement(edit.view, match).find()  # the proof that the op could stand there
                 found.routed.append(_routed(match, AS_WRITTEN, Verdict(), kept))
                 return
-            edit.apply(match, operator.emit, self.judge if match.proposed else self.check)
+            verdict = edit.apply(match, operator.emit, self.judge if match.proposed else self.check)
         except (Mismatch, Unsupported, DynamicWidth, ValueError, TypeError) as error:
             smaller = getattr(operator, "smaller", None)
             if smaller is not None and (isinstance(error, Unplaced) or match.proposed):
@@ -227,7 +227,7 @@ class _Pass:
         else:
             kernels = operator.kernels(match.op, _device(match.start))
             made = found.fused if match.parts else found.routed
-            made.append(_routed(match, kernels, edit.verdict, kept))
+            made.append(_routed(match, kernels, verdict, kept))
 
     def _report_failures(self) -> None:
         """Reports the nodes at which the search of an operator failed."""

@@ -48,8 +48,6 @@ class Edit:
         self.view = view
         self.graph = view.real
         self.place: Place | None = None
-        self.verdict = Verdict()
-        """The result of the last match's check."""
         self._new: dict[fx.Node, fx.Node] = {}
         self.created: list[fx.Node] = []
         """The nodes that this and earlier matches created, each after the nodes that it reads."""
@@ -67,7 +65,7 @@ class Edit:
 
     # --- applying a match ---
 
-    def apply(self, match: Match, emit: Emit, check: Check | None = None) -> list[fx.Node]:
+    def apply(self, match: Match, emit: Emit, check: Check | None = None) -> Verdict:
         """Puts one match's op into the graph.
 
         Args:
@@ -76,7 +74,7 @@ class Edit:
             check: is called with the new nodes while the formula still stands, and may refuse them.
 
         Returns:
-            The nodes that were created.
+            What the check says.
 
         Raises:
             Mismatch: if the op may not stand there. This and whatever ``emit`` raises leave the graph unchanged.
@@ -89,12 +87,12 @@ class Edit:
             with self.graph.inserting_before(self.place.anchor), self.place.modes.entered():
                 pairs = self._settled(match, [*emit(self, match)])
                 sharded.check(self.view, self.fresh, pairs)
-            self.verdict = Verdict() if check is None else check(self, match, pairs)
+            verdict = Verdict() if check is None else check(self, match, pairs)
             for value, new in pairs:
                 self._replace(value, new)
             self._note(self.place)
             self._formulas |= self.place.region
-            return self.created[mark[0] :]
+            return verdict
         except BaseException:
             self.undo(mark)
             raise
@@ -513,24 +511,15 @@ def _may_equal(a: Any, b: Any) -> bool:
 
 
 def _keeps_order(value: Any, of: Any) -> bool:
-    """Returns whether an operation's result keeps its input's memory order.
+    """Returns whether an operation's result may keep its input's memory order.
 
-    Views, tuples of views and most elementwise operations do.
+    Views, tuples of views and most elementwise operations do; of others of the same shape nothing is known.
     """
     if isinstance(value, tuple):
         return True
     if not isinstance(value, Value) or not isinstance(of, Value):
         return False
-    return value.func in VIEWS or (value.shape == of.shape and value.func not in _FRESH)
-
-
-_FRESH = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.native_layer_norm.default,
-    torch.ops.aten.native_dropout.default,
-}
-"""Operations whose result does not keep its input's memory order."""
+    return value.func in VIEWS or value.shape == of.shape
 
 
 def _memory_order(t: torch.Tensor) -> list[int]:
