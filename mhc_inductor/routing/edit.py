@@ -60,6 +60,8 @@ class Edit:
         self._copies: set[fx.Node] = set()
         self._saved: dict[fx.Node, set[int]] = {}
         self._seen: dict[int, int] = {}
+        self._reach: dict[fx.Node, int] = {}
+        """The graph inputs that a gradient reaches through the op in place of a node, as a bit mask."""
         self._mark = (0, 0, 0)
         self.committed = False
 
@@ -415,14 +417,36 @@ class Edit:
                 "the op would give a parameter a gradient of zeros where the model gives none",
                 self.view.value(old),
             )
-        zeros = view.roots[old] & ~roots
-        for node in view.nodes if zeros else ():
-            if node.op not in ("placeholder", "get_attr") or not view.roots[node] & zeros:
-                continue
+        self._reach[old] = roots
+        if not view.roots[old] & ~roots:
+            return new
+        zeros = view.roots[old] & ~(roots | self._reached_past(old))
+        self._reach[old] |= zeros
+        for node in [n for n in view.nodes if n.op in ("placeholder", "get_attr") and view.roots[n] & zeros]:
             # A sum of no elements is 0, and what it would add up gets zeros. A difference keeps -0.
             none = self.emit(operator.getitem, self.emit("reshape", self.current(node), -1), slice(0))
             new = self.emit(operator.sub, new, self.emit("sum", none))
         return new
+
+    def _reached_past(self, old: fx.Node) -> int:
+        """Returns the graph inputs to which a gradient flows elsewhere than through ``old``, as a bit mask.
+
+        Results that were replaced before reach what their ops read. Nothing counts in a program that may run uncompiled.
+        """
+        view, found, seen = self.view, 0, {old}
+        todo = [] if view.knowledge.exported else [*view.results]
+        while todo:
+            node = todo.pop()
+            if node in seen or not self.needs_grad(node):
+                continue
+            seen.add(node)
+            if node in self._new and node in self._reach:
+                found |= self._reach[node]
+            elif node.op in ("placeholder", "get_attr"):
+                found |= view.roots[node]
+            else:
+                todo += node.all_input_nodes
+        return found
 
     def _replace(self, value: Value, new: fx.Node) -> None:
         """Makes the readers of a formula's result read ``new``."""
@@ -511,15 +535,24 @@ def _may_equal(a: Any, b: Any) -> bool:
 
 
 def _keeps_order(value: Any, of: Any) -> bool:
-    """Returns whether an operation's result may keep its input's memory order.
+    """Returns whether an operation's result keeps its input's memory order.
 
-    Views, tuples of views and most elementwise operations do; of others of the same shape nothing is known.
+    Views, tuples of views and most elementwise operations do.
     """
     if isinstance(value, tuple):
         return True
     if not isinstance(value, Value) or not isinstance(of, Value):
         return False
-    return value.func in VIEWS or value.shape == of.shape
+    return value.func in VIEWS or (value.shape == of.shape and value.func not in _FRESH)
+
+
+_FRESH = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_dropout.default,
+}
+"""Operations whose result does not keep its input's memory order."""
 
 
 def _memory_order(t: torch.Tensor) -> list[int]:
