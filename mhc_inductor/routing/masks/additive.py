@@ -31,6 +31,7 @@ from mhc_inductor.routing.masks.elements import (
     rounded,
     uncast,
 )
+from mhc_inductor.routing.masks.indicator_sums import positive
 from mhc_inductor.routing.masks.keys import FALSE, TRUE, AnyOf, KeyData, both, either
 from mhc_inductor.routing.masks.scatters import GATHERS, PUTS, SCATTERS, TRIANGLES
 
@@ -151,12 +152,13 @@ class Additive:
             return self.masks.truth(ref, 1.0 in wanted)
         if below is not None or func in CASTS or func in _CHANGED:
             change, below = _CHANGED.get(func, float), below or Ref(value.args[0], ref.index)
-            found = self.passing(below, lambda x: rounded(change(x), value.dtype) in wanted)
-            return self.masks.read(ref, self._nonzero(value, wanted), found) if is_given(value) else found
+            shown = self.passing(below, lambda x: rounded(change(x), value.dtype) in wanted)
+            return self.masks.read(ref, self._nonzero(value, wanted), shown) if is_given(value) else shown
         if func in _COMBINED and len(value.args) == 2 and not value.kwargs:
             return self._combined(ref, wanted)
-        structured = self.masks.placed.structured(ref, wanted, self._among)
-        found = self.masks.truth(ref, self._nonzero(value, wanted)) if structured is None else structured
+        found = self.masks.placed.structured(ref, wanted, self._among)
+        if found is None:
+            found = positive(self.masks.counts.of(ref), self._nonzero(value, wanted))
         self.masks.note(ref, found)
         return found
 

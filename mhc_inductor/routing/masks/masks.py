@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ import torch
 from mhc_inductor.routing.graph.bounds import TooLarge, remembered
 from mhc_inductor.routing.graph.expressions import Ref, _reduced, aten
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var, var
-from mhc_inductor.routing.graph.linear import number
 from mhc_inductor.routing.graph.values import Value, is_given
 from mhc_inductor.routing.masks.additive import Additive, PossibleValues
 from mhc_inductor.routing.masks.elements import (
@@ -35,7 +34,7 @@ from mhc_inductor.routing.masks.elements import (
     operand,
 )
 from mhc_inductor.routing.masks.index_checks import Indices
-from mhc_inductor.routing.masks.indicator_sums import Counts, against, positive
+from mhc_inductor.routing.masks.indicator_sums import Counts, against
 from mhc_inductor.routing.masks.integers import Wholes
 from mhc_inductor.routing.masks.keys import (
     FALSE,
@@ -138,7 +137,7 @@ class Masks:
         """Evaluates an element that is neither a view of another nor a constant. Raises Unsupported."""
         value, func = ref.value, ref.value.func
         if value.dtype is not torch.bool:
-            return self._nonzero(ref, want)
+            return self._compared(ref, "ne" if want else "eq", 0, ref)
         if func in CASTS or func in NOT:
             return self.truth(Ref(value.args[0], ref.index), want == (func in CASTS))
         if func in _BOTH or func in _EITHER:
@@ -182,43 +181,37 @@ class Masks:
         found = compared("eq", this, self.whole(Ref(tests, tuple(var(v) for v in bound))))
         return [All(c.literals, (*c.bound, *bound)) for c in found]
 
-    def _nonzero(self, ref: Ref, want: bool) -> AnyOf:
-        """Returns when a number is nonzero (``want``) or 0."""
-        return self._either_form(
-            lambda: compared("ne" if want else "eq", self.whole(ref), number(0)),
-            lambda: positive(self.counts.of(ref), want),
-        )
-
-    def _either_form(self, whole: Callable[[], AnyOf], count: Callable[[], AnyOf]) -> AnyOf:
-        """Returns what ``whole`` gives if it reads no tensor at the key, else what ``count`` gives if it can."""
-        found = None
-        with contextlib.suppress(Unsupported):
-            found = whole()
-            if not self.by_key or not any(map(reads_key, found)):
-                return found
-        try:
-            return count()
-        except Unsupported:
-            if found is None:
-                raise
-            return found
-
     def _comparison(self, ref: Ref, op: str, want: bool) -> AnyOf:
         left, right = ref.value.args[:2]
         if not want:
             op = _OPPOSITE[op]
         if constant_of(left) is not None and constant_of(right) is None:
             left, right, op = right, left, _MIRROR[op]
-        known = constant_of(right)
+        return self._compared(operand(left, ref), op, right, ref)
 
-        def whole() -> AnyOf:
-            return compared(op, self.wholes.side(left, ref), self.wholes.side(right, ref))
+    def _compared(self, element: Ref, op: str, other: Any, at: Ref) -> AnyOf:
+        """Compares a number with the operand ``other`` of ``at``. Raises Unsupported.
 
-        return whole() if known is None else self._either_form(whole, lambda: self._against(ref, left, op, known))
+        What the comparison of whole numbers gives is preferred, unless it reads tensors at the key.
+        """
+        known = constant_of(other)
+        if known is None:
+            return compared(op, self.whole(element), self.wholes.side(other, at))
+        found = None
+        with contextlib.suppress(Unsupported):
+            found = compared(op, self.whole(element), self.wholes.side(other, at))
+            if not self.by_key or not any(map(reads_key, found)):
+                return found
+        try:
+            return self._against(element, op, known)
+        except Unsupported:
+            if found is None:
+                raise
+            return found
 
-    def _against(self, ref: Ref, left: Any, op: str, known: float) -> AnyOf:
-        """Evaluates the comparison of an additive mask, a flag or a count with a number. Raises Unsupported."""
-        element, holds = operand(left, ref), getattr(operator, op)
+    def _against(self, element: Ref, op: str, known: float) -> AnyOf:
+        """Compares an element of an additive mask, a flag or a count with a number. Raises Unsupported."""
+        holds = getattr(operator, op)
 
         def passing() -> AnyOf:
             return self.numbers.passing(element, lambda x: holds(x, known))
