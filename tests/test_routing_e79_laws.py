@@ -153,7 +153,7 @@ def test_a_hooked_state_that_its_own_step_reads_is_left_alone_and_named() -> Non
     got = assert_like_eager(_hooked("S", (1,), "all"), _kvqm(), _state(1), _state(2))
     assert got.ops == {"e79_scan": 2}, "the steps before and after the hook are scans"
     # Before 2.13 Dynamo represents the hook as a call that returns another tensor, so only its readers belong to the step.
-    apart = "the row gate of M has 0 products with a state; expected S' m^ + b_m"
+    apart = "nothing is p = sigmoid(S' m^ + b_m)"
     expected = "S' of a step has a hook, and the step's M' or output reads S' too: the hook would miss their gradients"
     assert (apart if torch.__version__ < (2, 13) else expected) in _reasons(got)
 
@@ -438,13 +438,13 @@ def _cell(
 
 
 STAYS = {
-    "gated states rounded": (_cell(keep=_rounded), "is rounded to torch.bfloat16 before"),
-    "outer products rounded": (_cell(write=_rounded), "is rounded to torch.bfloat16 before"),
-    "tanh gates": (_cell(gate=torch.tanh), "a gate is tanh; expected sigmoid"),
-    "hard gates": (_cell(gate=torch.nn.functional.hardsigmoid), "a gate is hardsigmoid; expected sigmoid"),
-    "no gates": (_cell(gate=torch.ones_like), "no gate that reads S' keeps it"),
-    "k rounded, not in its norm": (_cell(above=_rounded), "k is rounded in another way than in the norm"),
-    "k rounded in its norm only": (_cell(below=_rounded), "k is rounded in another way than in the norm"),
+    "gated states rounded": (_cell(keep=_rounded), "nothing is S' = r S c + delta (x) k^"),
+    "outer products rounded": (_cell(write=_rounded), "nothing is delta = v - S k^"),
+    "tanh gates": (_cell(gate=torch.tanh), "nothing is r = sigmoid(M k^ + b_s)"),
+    "hard gates": (_cell(gate=torch.nn.functional.hardsigmoid), "nothing is r = sigmoid(M k^ + b_s)"),
+    "no gates": (_cell(gate=torch.ones_like), "nothing is r = sigmoid(M k^ + b_s)"),
+    "k rounded, not in its norm": (_cell(above=_rounded), "k is rounded in one place of the step and not in another"),
+    "k rounded in its norm only": (_cell(below=_rounded), "k is rounded in one place of the step and not in another"),
 }
 
 

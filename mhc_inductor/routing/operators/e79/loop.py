@@ -20,10 +20,9 @@ from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, Values, example, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.interface import Mismatch, Miss, contained
-from mhc_inductor.routing.operators.e79.step import Recogniser, Step
+from mhc_inductor.routing.interface import Miss, contained
+from mhc_inductor.routing.operators.e79.step import NearStep, Recogniser, Step
 from mhc_inductor.routing.operators.e79.terms import Frame, vector
-from mhc_inductor.routing.operators.e79.update import Ungated, Weak
 
 OP = "e79_scan"
 _REACH = 64
@@ -109,62 +108,49 @@ class Search:
             self.chains += self._chains(recogniser, self._steps(recogniser))
 
     def _steps(self, recogniser: Recogniser) -> list[Step]:
-        strong: dict[str, Miss] = {}
-        weak: list[Miss] = []
+        """Finds the steps, the last first: the states of a step are then no M' and S' of two steps."""
+        recogniser.look(self.view)
         steps: list[Step] = []
-        updates = sum([self._updates(recogniser, *known, strong, weak) for known in recogniser.known.items()])
-        contents: set[Value] = set()
-        for value, node in reversed(recogniser.known.items()) if updates else ():
-            if value in contents:
+        near: list[NearStep] = []
+        taken: set[Value] = set()
+        for value in reversed(recogniser.updates):
+            node = recogniser.known[value]
+            if value in taken:
                 continue
             try:
                 with contained(self.view, node):
                     step = recogniser.step(value)
                     if step is not None:
-                        self._output(recogniser, step)
-                        contents.add(step.S_new)
+                        taken |= {step.S_new, step.M_new}
                         steps.append(step)
-            except Weak as mismatch:
-                weak.append(Miss(OP, mismatch.reason, mismatch.value, self.view.value(node)))
-            except Mismatch as mismatch:
-                self._note(strong, mismatch, node)
+                        self._output(recogniser, step)
+            except NearStep as miss:
+                near += [miss] * (node in self.view.live)
             except DynamicWidth as dynamic:
                 self.open.update(re.findall(r"\w+", " ".join(dynamic.size.symbols)))
             except Unsupported:
                 continue
-        self.misses += strong.values()
-        if not steps and not strong:
-            self.misses += weak[-1:] or self._orphan(recogniser)
+        self._report(recogniser, near, taken)
         return steps[::-1]
 
-    def _updates(
-        self, recogniser: Recogniser, value: Value, node: fx.Node, strong: dict[str, Miss], weak: list[Miss]
-    ) -> bool:
-        try:
-            with contained(self.view, node):
-                return recogniser.update(value) is not None
-        except Ungated as mismatch:
-            weak += [Miss(OP, mismatch.reason, mismatch.value, self.view.value(node), ordinary=True)]
-        except Mismatch as mismatch:
-            self._note(strong, mismatch, node)
-        return False
-
-    def _note(self, found: dict[str, Miss], mismatch: Mismatch, node: fx.Node) -> None:
-        if node in self.view.live:
-            found.setdefault(mismatch.reason, Miss(OP, mismatch.reason, mismatch.value, self.view.value(node)))
-
-    def _orphan(self, recogniser: Recogniser) -> list[Miss]:
-        for value, node in recogniser.known.items():
-            if node in self.view.live and recogniser.reads_a_matrix(value):
-                reason = "a matrix is updated as S is, but no M is updated whose gates read it"
-                return [Miss(OP, reason, value, self.view.value(node))]
-        return []
+    def _report(self, recogniser: Recogniser, near: list[NearStep], taken: set[Value]) -> None:
+        """Adds a near miss for each quantity that is missing where most of a step is there."""
+        named: set[str] = set()
+        for miss in sorted(near, key=lambda miss: miss.rank, reverse=True):
+            if taken.isdisjoint(miss.pair):
+                taken.update(miss.pair)
+                new = [recogniser.updates[v] for v in miss.pair]
+                ordinary = not any(update.gated for update in new)
+                start = self.view.value(recogniser.known[miss.pair[1]])
+                if miss.name not in named:
+                    self.misses.append(Miss(OP, miss.reason, miss.value, start, ordinary))
+                named.add(miss.name)
 
     def _output(self, recogniser: Recogniser, step: Step) -> None:
         """Finds the step's output among the nodes that S' reaches."""
         frame = recogniser.frame
         start = recogniser.known[step.S_new]
-        updates = recogniser.update_nodes
+        updates = {recogniser.known[v] for v in recogniser.updates}
         seen = {start}
         todo = collections.deque([start])
         while todo and len(seen) < _REACH:
@@ -187,33 +173,22 @@ class Search:
         step.cut = _REACH if todo else None
 
     def _chains(self, recogniser: Recogniser, steps: list[Step]) -> list[Chain]:
-        after: dict[tuple[Value, Value], list[Step]] = collections.defaultdict(list)
-        crossed: set[Value] = set()
-        made = {s.S_new for s in steps}, {s.M_new for s in steps}
-        kept = []
+        """Returns the chains of steps, which are in the order of the graph."""
+        made_S, made_M = {s.S_new for s in steps}, {s.M_new for s in steps}
+        crossed = {v for s in steps if s.S in made_M or s.M in made_S for v in (s.S, s.M)}
+        kept = [s for s in steps if crossed.isdisjoint((s.S, s.M, s.S_new, s.M_new))]
         for step in steps:
-            if step.S in made[1] or step.M in made[0]:
-                crossed |= {step.S, step.M}
-        for step in steps:
-            if step.S in crossed or step.M in crossed or step.S_new in crossed or step.M_new in crossed:
-                node = recogniser.known[step.M_new]
-                if not any(m.reason == _CROSSED for m in self.misses):
-                    self.misses.append(Miss(OP, _CROSSED, step.M_new, self.view.value(node)))
-            else:
-                kept.append(step)
-                after[step.S, step.M].append(step)
+            if step not in kept and not any(m.reason == _CROSSED for m in self.misses):
+                self.misses.append(Miss(OP, _CROSSED, step.M_new, self.view.value(recogniser.known[step.M_new])))
+        starts = collections.Counter((s.S, s.M) for s in kept)
         chains: list[Chain] = []
-        followed: set[int] = set()
-        for first in kept:
-            if id(first) in followed:
-                continue
-            steps = [first]
-            while len(following := after.get((steps[-1].S_new, steps[-1].M_new), [])) == 1:
-                if following[0].pattern != first.pattern:
-                    break
-                steps += following
-            followed.update(map(id, steps))
-            chains.append(Chain(steps, recogniser))
+        ends: dict[Any, Chain] = {}
+        for step in kept:
+            before = ends.get((step.S, step.M, step.pattern)) if starts[step.S, step.M] == 1 else None
+            if before is None:
+                chains.append(before := Chain([], recogniser))
+            before.steps.append(step)
+            ends[step.S_new, step.M_new, step.pattern] = before
         return chains
 
 
