@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import VIEWS, aten, is_cast, peel, whole
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, reached
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.e79.lift import Plan, planned
@@ -161,12 +161,7 @@ class Uses:
         """Returns the nodes on the paths from ``outs`` to ``node``, including ``node``."""
         order = self.view.order
         first = min(order[n] for n in outs)
-        seen, todo = {node}, [node]
-        while todo:
-            for parent in todo.pop().all_input_nodes:
-                if parent not in seen and parent not in outs and order.get(parent, -1) > first:
-                    seen.add(parent)
-                    todo.append(parent)
+        seen = reached([node], lambda n: (a for a in n.all_input_nodes if a not in outs and order.get(a, -1) > first))
         found: set[fx.Node] = set()
         for n in sorted(seen, key=order.__getitem__):
             if any(a in outs or a in found for a in n.all_input_nodes):
@@ -175,16 +170,12 @@ class Uses:
 
     def _leaves(self, node: fx.Node) -> bool:
         """Checks whether something uses ``node`` other than through a stack."""
-        todo, seen = [node], {node}
-        while todo:
-            for user in todo.pop().users:
-                if user in self.stacks or user in seen or user not in self.view.live:
-                    continue
-                if user not in self.paths:
-                    return True
-                seen.add(user)
-                todo.append(user)
-        return False
+
+        def users(of: fx.Node) -> Iterator[fx.Node]:
+            return (u for u in of.users if u in self.view.live and u not in self.stacks)
+
+        every = reached([node], lambda n: (u for u in users(n) if u in self.paths))
+        return any(u not in self.paths for n in every for u in users(n))
 
 
 def _scatters_into(value: Value | None, base: Value | None) -> bool:
@@ -194,7 +185,7 @@ def _scatters_into(value: Value | None, base: Value | None) -> bool:
 def check_closed(view: View, one: Chain, sources: Collection[fx.Node], results: Collection[fx.Node]) -> None:
     """Raises Mismatch where something outside the loop reads a state or a product inside it."""
     known, news = one.recogniser.known, {s.S_new for s in one.steps}
-    region = _region(sources, results)
+    region = reached(results, lambda n: (a for a in n.all_input_nodes if a not in sources and a.op.startswith("call_")))
     carried = {known[one.steps[0].S], known[one.steps[0].M]}
     for node in sorted(region, key=view.order.__getitem__):
         if node in sources or not any(a in carried for a in node.all_input_nodes):
@@ -210,16 +201,6 @@ def check_closed(view: View, one: Chain, sources: Collection[fx.Node], results: 
         if cut is not None:
             reason += f" (the search for the output of a step stopped after {cut} operations)"
         raise Mismatch(reason, view.value(node))
-
-
-def _region(sources: Collection[fx.Node], results: Collection[fx.Node]) -> set[fx.Node]:
-    region, todo = set(results), list(results)
-    while todo:
-        for parent in todo.pop().all_input_nodes:
-            if parent not in sources and parent not in region and parent.op.startswith("call_"):
-                region.add(parent)
-                todo.append(parent)
-    return region
 
 
 def unasked(view: View, one: Chain) -> set[tuple[str, int]]:

@@ -14,7 +14,7 @@ from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.expressions import Ref, shown
 from mhc_inductor.routing.graph.index import Var, const, var
-from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.values import Value, example, reached
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Mismatch
 from mhc_inductor.routing.operators.e79.emit import Pairs, called, doubled, given, initial, trained
@@ -133,14 +133,8 @@ def _read(view: View, found: Body) -> list[Value]:
 def _computed_from(found: Body, direct: Collection[str]) -> set[fx.Node]:
     """Returns the body's nodes, its inputs included, from which vectors other than ``direct`` are computed."""
     leaves = [leaf for name, leaf in found.step.leaves.items() if leaf is not None and name not in direct]
-    todo = [leaf.ref.value.node for leaf in leaves]
-    seen = {node for node in todo if node is not None}
-    for node in todo:
-        for parent in node.all_input_nodes if node is not None else ():
-            if parent not in seen:
-                seen.add(parent)
-                todo.append(parent)
-    return seen
+    starts = (node for leaf in leaves if (node := leaf.ref.value.node) is not None)
+    return {*reached(starts, lambda node: node.all_input_nodes)}
 
 
 def emit_scan(edit: Edit, match: Match) -> Pairs:
