@@ -188,6 +188,22 @@ def test_values_of_an_attention_written_without_grad(name: str, place: str) -> N
     check(program, selection_leaves(), named=["selection"])
 
 
+@pytest.mark.parametrize("name", ["imul", "packet", "relu_by_position"])
+def test_queries_written_after_the_scores_read_them(name: str) -> None:
+    """The op would stand after the write, which neither a view nor a product with a number lets it look through."""
+
+    def program(p: Leaves) -> Any:
+        q = p["q"].tanh()
+
+        def write(scores: Tensor) -> Tensor:
+            WRITES[name](q)
+            return scores
+
+        return attention({**p, "q": q}, at={"scores": write}), q
+
+    check(program, selection_leaves(), named=["selection"])
+
+
 def test_the_mask_written_through_a_view() -> None:
     def open_one(mask: Tensor) -> Tensor:
         mask.select(-1, 0).fill_(True)
