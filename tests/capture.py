@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function's Dynamo graph with and without the routing pass, without Inductor."""
+"""Runs a function's graph with and without the routing pass, without Inductor.
+
+Dynamo writes the graph. Where each commit runs the tests, :mod:`tests.traced` records those that it can in half the time;
+``python -m tests.suite`` runs all of them with Dynamo.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,9 @@ from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.operators.selection.emit import SEEN
 from mhc_inductor.routing.report import Report
+from tests.each_commit import COMMIT
 from tests.helpers_mhc import relative, rounding
-from tests.traced import traced
+from tests.traced import Unrecorded, traced
 
 FP32_SUMS = 2e-6  # fp32 sums of a few hundred products in another order
 VERIFY: Verifier | None = None if os.environ.get("MHC_INDUCTOR_VERIFY") == "0" else Verifier()
@@ -115,20 +120,26 @@ def run(
     dynamic: bool | None = False,
     symbolic: Sequence[int | tuple[int, int]] = (),
     options: RoutingOptions = DEFAULT,
-    dynamo: bool = True,
+    dynamo: bool | None = None,
 ) -> Captured:
     """Compiles ``fn`` with a backend that routes and interprets the graph, and runs it and its backward once.
 
-    ``dynamo``: Dynamo writes the graph; otherwise :mod:`tests.traced` does, in half the time. Raises ValueError for
-    dynamic sizes without Dynamo.
+    ``dynamo``: whether Dynamo writes the graph, or it is recorded; by default what this run of the tests does. Raises
+    ValueError for dynamic sizes without Dynamo.
     """
-    if not dynamo and (dynamic is not False or symbolic):
+    fixed = dynamic is False and not symbolic
+    if dynamo is False and not fixed:
         raise ValueError("dynamo=False records the present sizes: dynamic must be False and symbolic empty")
     report, graphs = Report(), list[fx.GraphModule]()
     backend = interpreted(report, graphs, VERIFY, options, routed)
-    if dynamo:
+
+    def compiled(*args: Tensor) -> Any:
+        if dynamo is False or (dynamo is None and COMMIT and fixed):
+            with contextlib.nullcontext() if dynamo is False else contextlib.suppress(Unrecorded):
+                return traced(fn, backend)(*args)
         torch._dynamo.reset()
-    compiled = torch.compile(fn, backend=backend, dynamic=dynamic) if dynamo else traced(fn, backend)
+        return torch.compile(fn, backend=backend, dynamic=dynamic)(*args)
+
     outputs, grads = evaluate(compiled, inputs, parameters, grad, symbolic)
     return Captured(outputs, grads, report, ops_of(*graphs) if routed else Counter(), graphs)
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
 
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import Knowledge, View
-from tests.capture import run
-from tests.traced import traced
+from tests import capture
+from tests.capture import difference, eager, run
+from tests.traced import Unrecorded, traced
 
 
 class _Layer(torch.nn.Module):
@@ -94,6 +96,60 @@ def test_a_function_that_changes_modes_is_refused(mode: Callable[[], Any]) -> No
     with pytest.raises(NotImplementedError, match="changes modes"):
         traced(fn, lambda gm, _: gm.forward)(torch.randn(4, 8))
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 3  # which no graph of the forward alone has
+
+
+def _hooked(x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda grad: grad * 3)
+    return y
+
+
+def _broken(x: Tensor) -> Tensor:
+    y = x * 2
+    torch._dynamo.graph_break()
+    return y + 1
+
+
+GRAPHS_OF_THEIR_OWN: dict[str, Callable[[Tensor], Any]] = {
+    "Function": lambda x: _Doubled.apply(x),
+    "hook": _hooked,
+    "checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=False),
+    "reentrant checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=True),
+    "higher-order operator": lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+    "graph break": _broken,
+    "number of the data": lambda x: x * x.sum().item(),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS_OF_THEIR_OWN)
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_what_is_more_than_calls_of_tensors_is_refused(name: str, grad: bool) -> None:
+    called = list[fx.GraphModule]()
+    with pytest.raises(Unrecorded), torch.set_grad_enabled(grad):
+        traced(GRAPHS_OF_THEIR_OWN[name], lambda gm, _: called.append(gm) or gm.forward)(
+            torch.randn(4, requires_grad=True)
+        )
+    assert not called
+
+
+def test_what_cannot_be_recorded_is_written_by_dynamo_in_the_runs_of_each_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capture, "COMMIT", True)
+    given = [torch.randn(4, 8)]
+    for name in ("Function", "hook", "checkpoint"):
+        got, want = run(GRAPHS_OF_THEIR_OWN[name], given), eager(GRAPHS_OF_THEIR_OWN[name], given)
+        assert difference(got, want) == 0.0 and len(got.graphs) == 1
 
 
 @pytest.mark.parametrize("asked", [{"dynamic": None}, {"symbolic": [0]}], ids=["dynamic", "symbolic"])

@@ -2,24 +2,36 @@
 """Records a function's graph as Dynamo would write it, without Dynamo: for formulas whose calls are what is tested.
 
 A call of PyTorch on tensors is a node, with the tensors that fake inputs give as its example value. Python runs as it
-is: sizes are numbers and a loop is its steps. A function that changes modes, such as autocast, is refused.
+is: sizes are numbers and a loop is its steps. What Dynamo would write as more than calls of tensors is refused: changes of
+modes such as autocast, hooks, checkpointed regions, ``autograd.Function`` and higher-order operators.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from mhc_inductor import compat
 from mhc_inductor.routing.effects import ambient
+
+_READ = (bool, int, float, complex, str, tuple, torch.dtype, torch.device, torch.layout)
+"""Types of what a call may tell of a tensor, such as its sizes."""
+
+
+class Unrecorded(NotImplementedError):
+    """Raised for a function whose graph only Dynamo writes."""
 
 
 class _Recorder(TorchFunctionMode):
@@ -64,15 +76,18 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         fakes, options = tree_map(self.fake, (args, kwargs or {}))
+        modes = ambient()
         with self.fakes:
             result = func(*fakes, **options)
             if isinstance(result, Tensor) and any(result is a for a in tree_flatten((fakes, options))[0]):
                 result = torch.ops.aten.alias(result)  # a write, or a cast that changes nothing: a node of its own
         tensors = any(isinstance(t, Tensor) for t in tree_flatten(result)[0])
         if not tensors and func is not Tensor.__setitem__:
-            return result  # that may be a change of modes, also back to what they were
+            if not isinstance(result, _READ) and ambient() == modes:
+                raise Unrecorded(f"{func} is no call that computes tensors")
+            return result
         if ambient() != self._modes:
-            raise NotImplementedError("a function that changes modes, such as autocast, cannot be recorded: use Dynamo")
+            raise Unrecorded("a function that changes modes, such as autocast, cannot be recorded: use Dynamo")
         self._add(result, *_call(func, *tree_map(self.node, (args, kwargs or {}))))
         return result
 
@@ -101,19 +116,56 @@ def _line() -> str:
     return f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
 
 
+@contextlib.contextmanager
+def _calls_alone() -> Iterator[None]:
+    """Refuses what computes tensors inside the context and is more than a call of them."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise Unrecorded(
+            "an autograd.Function, a checkpointed region or a higher-order operator has a graph of its own"
+        )
+
+    with contextlib.ExitStack() as stack:
+        for holder, name in (
+            (torch.autograd.Function, "apply"),
+            (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
+            (compat.HigherOrderOperator, "__call__"),
+            (torch._dynamo, "graph_break"),
+            (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),  # also where no gradient is kept
+        ):
+            stack.enter_context(mock.patch.object(holder, name, refuse))
+        yield
+
+
+def recorded(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[fx.GraphModule, list[Tensor], list[Any], Any]:
+    """Returns the graph of ``fn(*args)``, what its inputs get, and the results of ``fn``, flat, with their structure.
+
+    Raises Unrecorded for a function that fails on fake tensors, or whose graph has more than calls of tensors.
+    """
+    if torch.is_inference_mode_enabled():
+        raise Unrecorded("inputs of inference mode have no fake tensors: use Dynamo")
+    recorder = _Recorder()
+    fakes = [recorder.fake(a) for a in args]
+    try:
+        with recorder, _calls_alone():
+            leaves, spec = tree_flatten(fn(*fakes))
+    except Unrecorded:
+        raise
+    except Exception as error:
+        raise Unrecorded(f"{type(error).__name__}: {error}") from error
+    recorder.graph.output(tuple(recorder.node(t) for t in leaves if isinstance(t, Tensor)))
+    return fx.GraphModule(torch.nn.Module(), recorder.graph), recorder.given, leaves, spec
+
+
 def traced(fn: Callable[..., Any], backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]) -> Any:
     """Returns ``fn`` as ``torch.compile(fn, backend=backend, dynamic=False)`` would, recorded anew by each call.
 
-    Raises NotImplementedError if ``fn`` enters or leaves a mode, such as autocast.
+    A call raises Unrecorded, before ``backend`` is called, if ``fn`` cannot be recorded.
     """
 
     def call(*args: Any) -> Any:
-        recorder = _Recorder()
-        with recorder:
-            leaves, spec = tree_flatten(fn(*map(recorder.fake, args)))
-        recorder.graph.output(tuple(recorder.node(t) for t in leaves if isinstance(t, Tensor)))
-        gm = fx.GraphModule(torch.nn.Module(), recorder.graph)
-        results = iter(backend(gm, list(recorder.given))(*recorder.given))
+        gm, given, leaves, spec = recorded(fn, args)
+        results = iter(backend(gm, list(given))(*given))
         return tree_unflatten([next(results) if isinstance(t, Tensor) else t for t in leaves], spec)
 
     return call
