@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The faults that are planted on purpose fit today's code, and planting one fails the test that sees it."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from benchmarks.source_hash import ROOT
+from tests.each_commit import SECONDS
+from tests.faults import FAULTS, Fault, planted, seen
+
+OPTION = Fault(
+    "any option is taken",
+    "mhc_inductor/options.py",
+    "if self.empty_rows not in EMPTY_ROWS:",
+    "if not EMPTY_ROWS:",
+    "test_options.py::test_bad_options_are_named",
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_changes_code_that_is_there(fault: Fault) -> None:
+    text = (ROOT / fault.file).read_text()
+    assert ast.dump(ast.parse(planted(fault, text))) != ast.dump(ast.parse(text))
+
+
+def test_a_fault_whose_place_is_gone_is_told() -> None:
+    with pytest.raises(ValueError, match="expected once"):
+        planted(OPTION, "")
+
+
+def test_a_planted_fault_fails_the_test_that_sees_it_and_nothing_fails_without_it() -> None:
+    assert seen(OPTION, OPTION.tests, SECONDS)[0].startswith(f"tests/{OPTION.tests}")
+    assert seen(None, OPTION.tests, SECONDS)[0] == ""
