@@ -131,11 +131,15 @@ def function(nodeid: str) -> str:
     return nodeid.partition("[")[0].partition("@")[0]
 
 
+def environment() -> dict[str, str]:
+    """Returns the environment of a process that runs what each commit runs, without the options of this one's pytest."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"MHC_INDUCTOR_TESTS": "commit"}
+
+
 def selected(*files: str) -> set[str]:
     """Returns the names of the cases of ``files`` that ``./dev test`` runs, as pytest collects them."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *sorted(files)]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"MHC_INDUCTOR_TESTS": "commit"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return {line for line in done.stdout.splitlines() if line.startswith("tests/")}
 

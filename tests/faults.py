@@ -3,8 +3,8 @@
 
 ``python -m tests.faults`` copies the tree for each fault, plants it there, runs the tests named with it as ``./dev test``
 chooses their cases, and writes which failed first to ``benchmarks/results/faults.json``. It exits with 1 if a fault is
-not seen. A change that makes the tests fewer, shorter or other ones is followed by such a run: what was seen before must
-be seen after it. ``--seconds`` tries another limit than :data:`tests.each_commit.SECONDS`.
+not seen. A change that makes the tests fewer, shorter or other ones, such as of :data:`tests.each_commit.SECONDS`, is followed
+by such a run: what was seen before must be seen after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.progress import track
 
 from benchmarks import running
 from benchmarks.source_hash import ROOT
-from tests.each_commit import SECONDS
+from tests.each_commit import SECONDS, environment
 
 RESULT = ROOT / "benchmarks" / "results" / "faults.json"
 _PASS = "mhc_inductor/routing"
@@ -260,7 +260,7 @@ def _copied(to: Path) -> None:
         (to / "mhc_inductor" / folder).symlink_to(Path("..") / folder)
 
 
-def seen(fault: Fault | None, tests: str, seconds: float) -> tuple[str, float]:
+def seen(fault: Fault | None, tests: str) -> tuple[str, float]:
     """Returns the first of ``tests`` that fails with a fault, "" where none does, and how many seconds that took."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -268,10 +268,7 @@ def seen(fault: Fault | None, tests: str, seconds: float) -> tuple[str, float]:
         _copied(tree)
         if fault is not None:
             (tree / fault.file).write_text(planted(fault, (tree / fault.file).read_text()))
-        chooser = tree / "tests" / "each_commit.py"
-        chooser.write_text(re.sub(r"^SECONDS = .*$", f"SECONDS = {seconds}", chooser.read_text(), flags=re.MULTILINE))
-        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        env |= {"MHC_INDUCTOR_TESTS": "commit", "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        env = environment() | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         command = (sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider")
         files = [f"tests/{name}" if "::" in name else f"tests/{name}.py" for name in tests.split()]
         done = subprocess.run([*command, *files], cwd=tree, env=env, capture_output=True, text=True)
@@ -283,7 +280,6 @@ def seen(fault: Fault | None, tests: str, seconds: float) -> tuple[str, float]:
 
 def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
-    seconds: Annotated[float, typer.Option(help="Seconds for all cases of a test function.")] = SECONDS,
     out: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULT,
     only: Annotated[str, typer.Option(help="A part of the names of the faults that are planted.")] = "",
 ) -> None:
@@ -292,11 +288,11 @@ def main(
     faults = [fault for fault in FAULTS if only in fault.name]
     found: dict[str, dict[str, object]] = {}
     with ThreadPoolExecutor(jobs) as pool:
-        runs = pool.map(lambda fault: seen(fault, fault.tests, seconds), faults)
+        runs = pool.map(lambda fault: seen(fault, fault.tests), faults)
         for fault, (test, took) in zip(faults, track(runs, "planting", len(faults), console=console), strict=True):
             found[fault.name] = {"file": fault.file, "seen_by": test, "seconds": took}
             console.print(f"{took:6.1f} s  {fault.name}: {test or 'NOT SEEN'}", markup=False, soft_wrap=True)
-            running.save({"seconds_of_a_test_function": seconds, "faults": found}, out)
+            running.save({"seconds_of_a_test_function": SECONDS, "faults": found}, out)
     unseen = [name for name, result in found.items() if not result["seen_by"]]
     console.print(f"{len(found) - len(unseen)} of {len(found)} faults seen")
     if unseen:

@@ -8,7 +8,6 @@ import ast
 import pytest
 
 from benchmarks.source_hash import ROOT
-from tests.each_commit import SECONDS
 from tests.faults import FAULTS, Fault, planted, seen
 
 OPTION = Fault(
@@ -32,5 +31,5 @@ def test_a_fault_whose_place_is_gone_is_told() -> None:
 
 
 def test_a_planted_fault_fails_the_test_that_sees_it_and_nothing_fails_without_it() -> None:
-    assert seen(OPTION, OPTION.tests, SECONDS)[0].startswith(f"tests/{OPTION.tests}")
-    assert seen(None, OPTION.tests, SECONDS)[0] == ""
+    assert seen(OPTION, OPTION.tests)[0].startswith(f"tests/{OPTION.tests}")
+    assert seen(None, OPTION.tests)[0] == ""

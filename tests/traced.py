@@ -3,7 +3,7 @@
 
 A call of PyTorch on tensors is a node, with the tensors that fake inputs give as its example value. Python runs as it
 is: sizes are numbers and a loop is its steps. What Dynamo would write as more than calls of tensors is refused: changes of
-modes such as autocast, hooks, checkpointed regions, ``autograd.Function`` and higher-order operators.
+modes such as autocast, hooks, checkpointed regions, ``autograd.Function``, higher-order operators and graph breaks.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _calls_alone() -> Iterator[None]:
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise Unrecorded(
-            "an autograd.Function, a checkpointed region or a higher-order operator has a graph of its own"
+            "an autograd.Function, a checkpointed region, a higher-order operator and a graph break make graphs of their own"
         )
 
     with contextlib.ExitStack() as stack:
