@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ KERNEL_DEVICES = ("cuda",)
 CallsOp = Callable[[str, tuple[Any, ...]], bool]
 
 
-def lower(name: str, op: Any, calls_op: CallsOp | None, *args: Any, **kwargs: Any) -> Any:
+def lower(name: str, op: Any, calls_op: CallsOp | None, whole: Collection[str], *args: Any, **kwargs: Any) -> Any:
     """Lowers op ``name`` to its launch plan, or to a call of the op if there is no kernel or ``calls_op`` holds."""
     args = _positional(op, args, kwargs)
     device = next(a for a in args if compat.lowerings.is_node(a)).get_device()
@@ -48,6 +48,8 @@ def lower(name: str, op: Any, calls_op: CallsOp | None, *args: Any, **kwargs: An
             ],
             device,
         )
+        named = zip(op._schema.arguments, args, strict=True)
+        args = tuple(builder.contiguous(a) if n.name in whole and a is not None else a for n, a in named)
         return compat.lowerings.fallback(op)(*args)
     return plan_of(name)(builder, *args)
 
@@ -70,10 +72,15 @@ def _decompose(formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return formula(*args, **kwargs)
 
 
-def register(name: str, formula: Callable[..., Any] | None, calls_op: CallsOp | None = None) -> None:
-    """Registers the lowering of op ``name``, and ``formula`` as its decomposition on devices without kernels."""
+def register(
+    name: str, formula: Callable[..., Any] | None, calls_op: CallsOp | None = None, whole: Collection[str] = ()
+) -> None:
+    """Registers the lowering of op ``name``, and ``formula`` as its decomposition on devices without kernels.
+
+    ``whole``: arguments that a called op copies unless they are contiguous. Inductor writes them so to begin with.
+    """
     op = getattr(torch.ops.mhc_inductor, name).default
-    compat.lowerings.register_lowering(op, functools.partial(lower, name, op, calls_op))
+    compat.lowerings.register_lowering(op, functools.partial(lower, name, op, calls_op, whole))
     if formula is not None:
         FORMULAS[op] = formula
         compat.lowerings.inductor_decompositions()[op] = functools.partial(_decompose, formula)

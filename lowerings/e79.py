@@ -34,5 +34,5 @@ def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
 def register() -> None:
     """Registers all lowerings. Called once, when the first graph is compiled."""
     e79_cpu.register_loop_output()
-    common.register("e79_scan", e79_cpu.e79_scan, _calls_op)
-    common.register("e79_scan_backward", None, _calls_op)
+    common.register("e79_scan", e79_cpu.e79_scan, _calls_op, ("kvqm",))
+    common.register("e79_scan_backward", None, _calls_op, ("dout",))

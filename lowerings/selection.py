@@ -59,9 +59,9 @@ def register() -> None:
     common.register("selection_attention_backward", selection_cpu.fused_attention_backward)
     common.register("selection_list_attention", selection_lists_cpu.fused_attention, _runs_gluon)
     common.register(
-        "selection_list_attention_backward", selection_lists_cpu.fused_attention_backward, _backward_calls_op
+        "selection_list_attention_backward", selection_lists_cpu.fused_attention_backward, _backward_calls_op, ("dout",)
     )
     common.register("selection_entry_attention", _packaged_entries, _runs_gluon)
-    common.register("selection_entry_attention_backward", None, _backward_calls_op)
+    common.register("selection_entry_attention_backward", None, _backward_calls_op, ("dout",))
     common.register("selection_mask_attention", selection_masks_cpu.fused_attention)
     common.register("selection_mask_attention_backward", selection_masks_cpu.fused_attention_backward)

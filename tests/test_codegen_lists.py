@@ -66,6 +66,14 @@ def _both(q, k, indices):
     return ops.selection_list_attention_backward(o, None, *args, o, lse, 0.1, D)
 
 
+def _from_a_transpose(q, k, indices):
+    up = torch.sin(q.transpose(1, 3).contiguous()).transpose(1, 3)
+    args = (q, k.transpose(1, 2), None, indices, *[None] * 5)
+    ops, D = torch.ops.mhc_inductor, q.shape[-1]
+    o, lse = ops.selection_list_attention(*args, 0.1, D)
+    return ops.selection_list_attention_backward(up, None, *args, o, lse, 0.1, D)
+
+
 def _both_biased(q, k, indices):
     k = k.transpose(1, 2)
     bias = torch.zeros(indices.shape, device=indices.device)
@@ -106,6 +114,16 @@ def test_unknown_sizes_many_chunks_and_gluon_kernels_call_the_op_of_the_backward
     assert name in _compile(_both, h=64, D=512)
     monkeypatch.setattr(lists_plan, "MOST_QUERIES", 64)
     assert name in _compile(_both, 300)
+
+
+def test_a_gradient_is_written_as_the_op_reads_it():
+    """The kernels read contiguous gradients: the op that is called would copy others."""
+    code = _compile(_from_a_transpose, h=64, D=512)
+    given = re.search(r"selection_list_attention_backward.default\((\w+), None", code)
+    assert given is not None and re.search(
+        rf"{given[1]} = empty_strided_cuda\(\(2, 64, 1, 64, 512\), \(2097152, 32768, 32768, 512, 1\)", code
+    )
+    assert len([n for n in launches(code) if n.startswith("triton_")]) == 1
 
 
 def test_a_bias_is_launched_from_the_code():
