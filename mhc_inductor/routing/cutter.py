@@ -134,7 +134,8 @@ class Cutter:
         if self.place and name in IMPLICIT and not whole:
             self.why = f"{name}: reads the places of tokens from a shape"
             return
-        if self.place and not _picks_of_all(name, args, given):
+        rows = _row_by_row(name, (*args, *kwargs.values()), (*given, *options.values()))
+        if self.place and not (rows and _picks_of_all(name, args, given)):
             self.why = f"{name}: picks places among a few tokens"
             return
         if name in ("tril", "triu"):
@@ -205,6 +206,15 @@ def _picks_of_all(name: str, args: Any, given: Sequence[Any]) -> bool:
     else:
         return True
     return all(present(args[0])[d] == given[0].shape[d] for d in dims)
+
+
+def _row_by_row(name: str, operands: Sequence[Any], given: Sequence[Any]) -> bool:
+    """Returns whether a gather or scatter still has an index for every row: it may have one for the first rows alone."""
+    if not name.startswith(("gather", "scatter", "take_along_dim")):
+        return True
+    (x, new_x), (index, new_index), *_ = ((a, g) for a, g in zip(operands, given, strict=True) if isinstance(g, Tensor))
+    old, new = zip(present(x), present(index), strict=True), zip(new_x.shape, new_index.shape, strict=True)
+    return all(a != b or c == d for (a, b), (c, d) in zip(old, new, strict=True))
 
 
 def _elements(results: Any) -> int:

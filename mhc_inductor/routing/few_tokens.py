@@ -86,12 +86,21 @@ def _difference(trial: Trial) -> str:
     if len(trial.cut.formula.graph.nodes) > _CALLS:
         raise NotRun(f"it has more than {_CALLS} calls")
     pieces = trial.cut.formula, trial.cut.op
-    shared = {view for piece in pieces for view, place in piece.inputs.items() if len(place.users) > 1}
     for piece in pieces:
         _own_positions(piece)
-        _own_parts(piece, {place for view, place in piece.inputs.items() if view in shared})
     with compat.routing.outside_compile():
-        return next(filter(None, (_differs(trial, case) for case in range(len(_TOKENS)))), "")
+        try:
+            return _differs_first(trial)
+        except NotRun:  # queries and keys may read the same numbers
+            shared = {view for piece in pieces for view, place in piece.inputs.items() if len(place.users) > 1}
+            for piece in pieces:
+                _own_parts(piece, {place for view, place in piece.inputs.items() if view in shared})
+            return _differs_first(trial)
+
+
+def _differs_first(trial: Trial) -> str:
+    """Returns what differs in the first case in which anything does, or ""."""
+    return next(filter(None, (_differs(trial, case) for case in range(len(_TOKENS)))), "")
 
 
 def _differs(trial: Trial, case: int) -> str:
@@ -150,7 +159,7 @@ def _own_positions(piece: Piece) -> None:
 
 
 def _own_parts(piece: Piece, shared: Set[fx.Node]) -> None:
-    """Lets each reader of integers or bools take a part of them: queries and keys may read the same ones."""
+    """Lets each reader of integers or bools take a part of them."""
     for node in [*piece.graph.nodes]:
         shapes = node.meta.get(SHAPES)
         if not (node in shared or (name_of(node) in IMPLICIT and len(node.users) > 1)):
