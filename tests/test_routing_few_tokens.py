@@ -339,6 +339,18 @@ def test_numbers_that_queries_and_keys_share_are_cut_for_each(second: str) -> No
     assert report.routed and few.runs == 1 and not few.left, (report.near_misses, few.left)
 
 
+@pytest.mark.parametrize(("window", "second"), [("padded", "counted"), ("packed", "spare")])
+def test_a_mask_that_is_scattered_around_a_region_is_not_refused(window: str, second: str) -> None:
+    """A scatter into all rows with an index for a few would write the first rows, and the queries lie elsewhere."""
+
+    def attend(*given: Any) -> Any:
+        return checkpoint(test_routing_lists.written, *given, use_reentrant=False)
+
+    fn = test_routing_lists._model(window, second, False, attend)
+    given = test_routing_lists.inputs(window == "packed", "left", test_routing_lists.ENTRIES)
+    assert compared(fn, given)[1].routed
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("name", ["window", "ranges", "list"])
 def test_an_attention_with_wrong_gradients_is_refused(name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
