@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
 
 import mhc_inductor
 from benchmarks import deepseek_model
@@ -21,7 +22,7 @@ from mhc_inductor.routing.interface import Verdict
 from mhc_inductor.routing.report import Report
 from mhc_inductor.routing.verify import Trial
 from tests import reference_models_mhc as reference
-from tests import test_routing_lists
+from tests import test_routing_lists, test_routing_segments
 from tests.capture import Captured, difference, eager, evaluate, interpreted, run
 from tests.reference_models_selection import window_and_blocks
 from tests.spellings_e79 import plain
@@ -217,6 +218,19 @@ def anchored(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *_: Tensor) -> Te
     return scores.masked_fill(~(seen | near)[:, None], -torch.inf).softmax(-1) @ v
 
 
+def checkpointed(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, kept: Tensor, _: Tensor) -> Tensor:
+    """A causal window of 5 keys under a mask of padding, in a region that is given the mask."""
+    ago = torch.arange(Q)[:, None] - torch.arange(T)
+    mask = ((ago >= 0) & (ago < 5))[None, None] & kept[:, None, None]
+
+    def region(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) * DIM**-0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+    made = checkpoint(region, q, k, v, mask, use_reentrant=False)
+    assert isinstance(made, Tensor)
+    return made
+
+
 ATTENTIONS: dict[str, tuple[Fn, str]] = {
     "window": (windowed, "selection_list_attention"),
     "ranges": (ranged, "selection_attention"),
@@ -224,6 +238,7 @@ ATTENTIONS: dict[str, tuple[Fn, str]] = {
     "padded list": (padded, "selection_list_attention"),
     "list and the first keys": (anchored, "selection_list_attention"),
     "packed window": (packed, "selection_list_attention"),
+    "window in a checkpoint": (checkpointed, "selection_list_attention"),
     "indexer": (indexer, "index_topk"),
 }
 
@@ -285,6 +300,7 @@ BENT: dict[str, tuple[str, Callable[..., Any]]] = {
     "scale of a list": ("list", number(9, 0.36)),
     "scale of a window": ("window", number(9, 0.36)),
     "scale under a mask": ("padded list", number(9, 0.36)),
+    "scale in a checkpoint": ("window in a checkpoint", number(9, 0.36)),
     "no scores": ("indexer", number(4, 0.0)),
     "future keys": ("indexer", lambda *args: (*args[:5], *[None] * (len(args) - 5))),
 }
@@ -307,6 +323,32 @@ def test_a_right_attention_that_picks_places_is_not_refused(name: str) -> None:
     fn, inputs = test_routing_lists.looked_up(name), test_routing_lists.inputs(packed=True)
     report = compared(fn, inputs)[1]
     assert report.routed, report.near_misses
+
+
+def test_picks_among_a_segment_are_picks_of_its_keys() -> None:
+    few, report = compared(test_routing_segments.scaled_before, test_routing_segments.given())
+    assert report.routed and few.runs == 1 and not few.left, (report.near_misses, few.left)
+
+
+@pytest.mark.parametrize("second", ["prefix", "spare", "counted"])
+def test_numbers_that_queries_and_keys_share_are_cut_for_each(second: str) -> None:
+    """Each query finds its packed sequence at its own place, and that of a key at the key's."""
+    fn = test_routing_lists._model("packed", second, False, test_routing_lists.library)
+    entries = test_routing_lists.ENTRIES
+    few, report = compared(fn, test_routing_lists.inputs(packed=True, entries=entries))
+    assert report.routed and few.runs == 1 and not few.left, (report.near_misses, few.left)
+
+
+@pytest.mark.parametrize(("window", "second"), [("padded", "counted"), ("packed", "spare")])
+def test_a_mask_that_is_scattered_around_a_region_is_not_refused(window: str, second: str) -> None:
+    """A scatter into all rows with an index for a few would write the first rows, and the queries lie elsewhere."""
+
+    def attend(*given: Any) -> Any:
+        return checkpoint(test_routing_lists.written, *given, use_reentrant=False)
+
+    fn = test_routing_lists._model(window, second, False, attend)
+    given = test_routing_lists.inputs(window == "packed", "left", test_routing_lists.ENTRIES)
+    assert compared(fn, given)[1].routed
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -23,12 +23,12 @@ from mhc_inductor.routing.verify import Feed, NotRun, said
 
 _SIZES = {
     **dict.fromkeys(("zeros", "ones", "empty", "full", "arange"), 0),
-    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "split"), 1),
+    **dict.fromkeys(("part_of", "view", "reshape", "expand", "broadcast_to", "repeat", "tile", "split"), 1),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), 1),
     **dict.fromkeys(("unflatten", "narrow"), 2),
 }
 """Calls whose arguments are sizes from this one on."""
-_IMPLICIT = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "roll", "flip", "eye", "tril_", "triu_"}
+IMPLICIT = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "roll", "flip", "eye", "tril_", "triu_"}
 """Calls that read the places of tokens from their shapes."""
 _PICKS = {"gather", "take_along_dim", "index_select", "select", "narrow", "take", "_unsafe_index", "index", "embedding"}
 """Calls that pick places, in the dimension that their second argument is, or in any."""
@@ -128,9 +128,14 @@ class Cutter:
         name, ours = name_of(node), str(node.target).startswith("mhc_inductor.")  # an op may keep parts of a sequence
         shapes = None if ours else node.meta.get(SHAPES)
         first, large = _SIZES.get(name, len(args)), shapes is not None and _elements(shapes) > _ELEMENTS
-        if self.place and (name in _IMPLICIT or options.get("is_causal")):
+        whole = bool(given) and isinstance(given[0], Tensor) and present(args[0]) == given[0].shape
+        if self.place and options.get("is_causal"):
             raise NotRun(f"{name}: reads the places of tokens from a shape")
-        if self.place and not _picks_of_all(name, args, given):
+        if self.place and name in IMPLICIT and not whole:
+            self.why = f"{name}: reads the places of tokens from a shape"
+            return
+        rows = _row_by_row(name, (*args, *kwargs.values()), (*given, *options.values()))
+        if self.place and not (rows and _picks_of_all(name, args, given)):
             self.why = f"{name}: picks places among a few tokens"
             return
         if name in ("tril", "triu"):
@@ -138,7 +143,7 @@ class Cutter:
             by = first_of(old[-2], new[-2], self.place) - first_of(old[-1], new[-1], self.place)
             given = (given[0], by + (given[1] if len(given) > 1 else options.get("diagonal", 0)))
             kwargs, options = {}, {}
-        for tail in self._tails(node, given[first:]):
+        for tail in self._tails(node, given[first:], given[0] if given else None):
             call = (*given[:first], *tail), options
             if large and _large(node, *call):
                 self.large = True
@@ -154,8 +159,8 @@ class Cutter:
             else:
                 self.why = f"{name}: no size fits"
 
-    def _tails(self, node: fx.Node, given: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Yields the arguments of a call from its sizes on, with each combination of sizes."""
+    def _tails(self, node: fx.Node, given: Sequence[Any], of: Any) -> Iterator[Sequence[Any]]:
+        """Yields the arguments of a call on ``of`` from its sizes on, with each combination of sizes."""
         name, inner = name_of(node), bool(given) and isinstance(given[0], (tuple, list))
         sizes = given[0] if inner else given[:1] if name == "split" else given
         options = [self._sizes(s) if name in _SIZES and type(s) is int and s > 1 else [s] for s in sizes]
@@ -163,6 +168,10 @@ class Cutter:
             if name == "arange" and some[:-1] in ((), (0,)) and some[-1] < (old := present(node)[0]):
                 # The result tells: the size may be read from a tensor that is cut already, as in an exported program.
                 some = (at := first_of(old, some[-1], self.place), at + some[-1])
+            if name == "part_of":
+                some = tuple(
+                    slice(at := first_of(n, m, self.place), at + m) for n, m in zip(of.shape, some, strict=True)
+                )
             yield (some, *given[1:]) if inner else (*some, *given[len(sizes) :])
 
     def _sizes(self, size: int) -> list[int]:
@@ -197,6 +206,15 @@ def _picks_of_all(name: str, args: Any, given: Sequence[Any]) -> bool:
     else:
         return True
     return all(present(args[0])[d] == given[0].shape[d] for d in dims)
+
+
+def _row_by_row(name: str, operands: Sequence[Any], given: Sequence[Any]) -> bool:
+    """Returns whether a gather or scatter still has an index for every row: it may have one for the first rows alone."""
+    if not name.startswith(("gather", "scatter", "take_along_dim")):
+        return True
+    (x, new_x), (index, new_index), *_ = ((a, g) for a, g in zip(operands, given, strict=True) if isinstance(g, Tensor))
+    old, new = zip(present(x), present(index), strict=True), zip(new_x.shape, new_index.shape, strict=True)
+    return all(a != b or c == d for (a, b), (c, d) in zip(old, new, strict=True))
 
 
 def _elements(results: Any) -> int:
@@ -235,6 +253,11 @@ def _joined(old_in: Sequence[int], old_out: Sequence[int], new_in: Tensor, new_o
 
     at = dict(zip(products(old_in), products(new_in.shape), strict=True))
     return any(at.get(o, n) != n for o, n in zip(products(old_out), products(new_out.shape), strict=True))
+
+
+def part_of(t: Tensor, *spans: slice) -> Tensor:
+    """Returns the part of a tensor within a span of each dimension."""
+    return t[spans]
 
 
 def first_of(old: int, new: int, place: float) -> int:

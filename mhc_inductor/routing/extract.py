@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class Piece:
     """A graph that runs alone.
 
     ``inputs`` maps nodes of the view to the placeholders that hold them. ``written`` are placeholders that the graph
-    writes in place. ``args`` has the arguments of nodes that run with others than their own.
+    writes in place. ``args`` has the arguments of nodes that run with others than their own. ``around`` maps inputs of a
+    checkpointed region to nodes of the graph around it, which are computed here, and ``passed`` such nodes to inputs.
     """
 
     graph: fx.Graph = dataclasses.field(default_factory=fx.Graph)
@@ -41,13 +42,32 @@ class Piece:
     written: set[fx.Node] = dataclasses.field(default_factory=set)
     outputs: list[fx.Node] = dataclasses.field(default_factory=list)
     args: dict[fx.Node, Any] = dataclasses.field(default_factory=dict)
+    around: Mapping[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
+    passed: Mapping[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
+    _outside: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
 
     def input(self, node: fx.Node) -> fx.Node:
-        """Returns the placeholder of a node of the view."""
+        """Returns the placeholder of a node of the view, or what the graph around a region computes."""
+        if node in self.around:
+            return self._computed(self.around[node])
         if node not in self.inputs:
             self.inputs[node] = self.graph.placeholder(node.name)
             self.inputs[node].meta[SHAPES] = example(node)
         return self.inputs[node]
+
+    def _computed(self, outside: fx.Node) -> fx.Node:
+        """Returns the copy of a node of the graph around, computed from inputs of the region or of that graph."""
+        if outside not in self._outside:
+            at = {a: self._read(a) for a in outside.all_input_nodes}
+            self._outside[outside] = self.copy(outside, at, Modes())
+        return self._outside[outside]
+
+    def _read(self, outside: fx.Node) -> fx.Node:
+        inner = self.passed.get(outside)
+        if inner is not None and inner not in self.around:
+            return self.input(inner)
+        number = isinstance(example(outside), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+        return self.input(outside) if number or not outside.op.startswith("call_") else self._computed(outside)
 
     def copy(self, node: fx.Node, at: dict[fx.Node, fx.Node], modes: Modes) -> fx.Node:
         """Copies a real ``node`` into the piece. ``at`` maps each of its inputs to a node of the piece."""
@@ -119,6 +139,12 @@ class Cut:
         self.ins = dict.fromkeys(node_of(v) for v in match.inputs)
         self.stood_for = edit.originals()
         self.derived = self._derived([node_of(v) for v in match.derived])
+        given = {node: v.node for node, v in self.view.given.items() if v is not None and v.node is not None}
+        self.passed = {outside: node for node, outside in given.items()}
+        self.around = {node: outside for node, outside in given.items() if self._is_computed(node, outside)}
+        """Masks that a checkpointed region is given: the op was made from how the graph around computes them."""
+        self.unknown = {node for node, outside in self.around.items() if len(reached([outside], self._above)) > _FIXED}
+        """Those of them that take too many calls."""
         self.asked = [bool(self.view.ends.get(node_of(value), 0)) for value, _ in pairs]
         """For each result, whether the graph uses its gradient."""
         self.unrounded = {new: old for new, old in edit.unrounded.items() if old in self.ins}
@@ -143,9 +169,23 @@ class Cut:
             seen.update(one.all_input_nodes)
         return False
 
+    def _is_computed(self, node: fx.Node, outside: fx.Node) -> bool:
+        dtype = example(node).dtype
+        number = (
+            node in self.ins and not dtype.is_floating_point and dtype is not torch.bool
+        )  # the op reads it as it is
+        return outside.op.startswith("call_") and not number and self.reads(outside)
+
+    def _above(self, outside: fx.Node) -> Iterator[fx.Node]:
+        return (a for a in outside.all_input_nodes if a.op.startswith("call_") and a not in self.passed)
+
+    def _piece(self) -> Piece:
+        computed = {node: outside for node, outside in self.around.items() if node not in self.unknown}
+        return Piece(around=computed, passed=self.passed)
+
     def _formula(self) -> Piece:
         """Builds the formula's piece from the real nodes of the region in graph order, in-place steps included."""
-        piece = Piece()
+        piece = self._piece()
         ends = [node_of(v) for v in (*(v for v, _ in self.pairs), *self.match.inner)]
         results = copied(self.view, piece, self.place.region | self.derived, ends, self.stood_for)
         piece.outputs = [results[node] for node in ends]
@@ -162,7 +202,7 @@ class Cut:
 
     def _op(self) -> Piece:
         """Builds the op's piece from the new nodes between the match's inputs and its results."""
-        piece, edit, region = Piece(), self.edit, self.place.region
+        piece, edit, region = self._piece(), self.edit, self.place.region
         given = {edit.input(v): node_of(v) for v in self.match.inputs}
         ends = [n for v in self.match.derived if (n := node_of(v)) in self.derived]
         known = copied(self.view, piece, self.derived, ends, self.stood_for)

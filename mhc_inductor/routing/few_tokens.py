@@ -21,9 +21,9 @@ from torch import Tensor, fx
 from mhc_inductor import compat
 from mhc_inductor.ops import sharding
 from mhc_inductor.routing.comparison import compared
-from mhc_inductor.routing.cutter import LARGE, Cutter, first_of, present, scans
+from mhc_inductor.routing.cutter import IMPLICIT, LARGE, Cutter, first_of, part_of, present, scans
 from mhc_inductor.routing.edit import Edit, Pairs
-from mhc_inductor.routing.extract import SHAPES, Cut, Piece
+from mhc_inductor.routing.extract import MODES, SHAPES, Cut, Piece
 from mhc_inductor.routing.fp64 import work
 from mhc_inductor.routing.graph.values import name_of
 from mhc_inductor.routing.interface import Match, Mismatch, Verdict
@@ -85,10 +85,22 @@ def _difference(trial: Trial) -> str:
     """Returns what differs, or "". Raises whatever stops a piece from running."""
     if len(trial.cut.formula.graph.nodes) > _CALLS:
         raise NotRun(f"it has more than {_CALLS} calls")
-    _own_positions(trial.cut.formula)
-    _own_positions(trial.cut.op)
+    pieces = trial.cut.formula, trial.cut.op
+    for piece in pieces:
+        _own_positions(piece)
     with compat.routing.outside_compile():
-        return next(filter(None, (_differs(trial, case) for case in range(len(_TOKENS)))), "")
+        try:
+            return _differs_first(trial)
+        except NotRun:  # queries and keys may read the same numbers
+            shared = {view for piece in pieces for view, place in piece.inputs.items() if len(place.users) > 1}
+            for piece in pieces:
+                _own_parts(piece, {place for view, place in piece.inputs.items() if view in shared})
+            return _differs_first(trial)
+
+
+def _differs_first(trial: Trial) -> str:
+    """Returns what differs in the first case in which anything does, or ""."""
+    return next(filter(None, (_differs(trial, case) for case in range(len(_TOKENS)))), "")
 
 
 def _differs(trial: Trial, case: int) -> str:
@@ -144,6 +156,21 @@ def _own_positions(piece: Piece) -> None:
             for user in [*node.users][1:]:
                 with piece.graph.inserting_before(node):
                     user.replace_input_with(node, piece.graph.node_copy(node))
+
+
+def _own_parts(piece: Piece, shared: Set[fx.Node]) -> None:
+    """Lets each reader of integers or bools take a part of them."""
+    for node in [*piece.graph.nodes]:
+        shapes = node.meta.get(SHAPES)
+        if not (node in shared or (name_of(node) in IMPLICIT and len(node.users) > 1)):
+            continue
+        if not isinstance(shapes, Tensor) or shapes.is_floating_point() or not shapes.dim():
+            continue
+        for user in [*node.users] if not any(name_of(user).endswith("_") for user in node.users) else ():
+            with piece.graph.inserting_before(user):
+                part = piece.graph.call_function(part_of, (node, *present(node)))
+            part.meta = {MODES: user.meta[MODES], SHAPES: shapes}
+            user.replace_input_with(node, part)
 
 
 def _cuts(trial: Trial, few: _Few) -> Iterator[tuple[Trial, Piece, Piece]]:

@@ -129,10 +129,9 @@ class Trial:
         """Returns an outside tensor's description, or the value itself if it does not depend on data."""
         fake = example(node)
         outside = self.cut.view.given.get(node)
-        if outside is not None:
-            # The mask that a checkpointed region is given: the op was made from how the graph around computes it.
-            if outside.node is None or not outside.node.op.startswith("call_") or self.cut.reads(outside.node):
-                raise NotRun("not verified: the mask comes from outside the checkpointed region, and depends on data")
+        if node in self.cut.unknown:
+            raise NotRun("not verified: the mask that a checkpointed region is given takes many calls to compute")
+        if outside is not None and outside.node is not None and not self.cut.reads(outside.node):
             return fixed(outside.node, {}, self.size)
         if isinstance(fake, Tensor) and node.op.startswith("call_") and not self.cut.reads(node):
             return fixed(node, {}, self.size)
@@ -151,7 +150,7 @@ class Trial:
             wide = fake.is_floating_point() or fake.is_complex()
             if self.match.proposed and not (fake.is_floating_point() or fake.dtype == torch.bool):
                 raise NotRun(f"not verified: {node.name} holds {fake.dtype}, for which no data is representative")
-            grad = self.modes.grad and wide and self.cut.edit.needs_grad(node)
+            grad = self.modes.grad and wide and node in self.cut.view.order and self.cut.edit.needs_grad(node)
             return Spec(shape, stride, fake.dtype, fake.device, grad)
         if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self.size(fake) if isinstance(fake, torch.SymInt) else fake.node.hint

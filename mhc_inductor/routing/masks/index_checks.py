@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,6 +103,13 @@ class Indices:
     def values(self) -> list[Value]:
         """Returns the tensors that the checks read."""
         return [d.ref.value for check in self._found.values() if check is not None for d in check.index.data()]
+
+    def sizes(self) -> Iterator[tuple[Value, int]]:
+        """Yields each tensor that a check reads as it is, with the size of the dim that it indexes, if that is known."""
+        for (_, size, _), check in self._found.items():
+            if check is not None and not size.symbols:
+                alone = (d for d in check.index.data() if check.index.coefficient(d) == 1)
+                yield from ((d.ref.value, size.factor - check.index.offset) for d in alone)
 
     def checked(self, layouts: Layouts, ranges: fx.Node, of: Callable[[Linear, list[Var]], fx.Node]) -> fx.Node:
         """Returns ``ranges``, computed so that an index out of range raises as in the model's own call.

@@ -111,6 +111,10 @@ class _Role:
     want: bool | None = None
     most: int | None = None
 
+    def at_most(self, count: int) -> None:
+        """Notes that it may have no more than ``count`` values."""
+        self.most = count if self.most is None else min(self.most, count)
+
 
 _PACKED = 7
 """Tokens a sequence in sample data for packed sequences."""
@@ -132,6 +136,8 @@ class Sample:
         self.roles: dict[fx.Node | None, _Role] = {}
         for each in one.intervals:
             self._learn(each)
+        for value, size in one.masks.indices.sizes():  # what the model's own call would refuse says nothing
+            self.roles.setdefault(value.node, _Role()).at_most(size)
         if one.opted:  # the formula gives something else in rows without keys
             self.roles |= {x.ref.value.node: _Role(want=x.shows) for x in one.layers}
 
@@ -142,10 +148,9 @@ class Sample:
                 role.starts = True
                 size = picked_size(datum.ref.value)
                 if size is not None and not size.symbols:  # ops that read the positions before the keys see them
-                    role.most = size.factor if role.most is None else min(role.most, size.factor)
+                    role.at_most(size.factor)
                 if self.keys and not any(symbols for symbols, _ in low.constant) and low.coefficient(datum) > 0:
-                    most = (self.keys - low.offset) // low.coefficient(datum)
-                    role.most = most if role.most is None else min(role.most, most)
+                    role.at_most((self.keys - low.offset) // low.coefficient(datum))
         for ref in elements_of(*each.uppers):
             self._role(ref, each).ends = True
         for condition in each.conditions:
