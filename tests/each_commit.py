@@ -27,7 +27,7 @@ from benchmarks.source_hash import ROOT
 RESULT = ROOT / "benchmarks" / "results" / "tests.json"
 SECONDS = 1.0
 """Seconds for all cases of a test function."""
-LONGEST = 10.0
+LONGEST = 6.0
 """Seconds of an average case above which a test function is left out."""
 LAWS: dict[str, tuple[str, ...]] = {
     "adversarial programs": ("test_adversarial.py::test_random_programs_give_what_eager_gives",),
@@ -35,6 +35,7 @@ LAWS: dict[str, tuple[str, ...]] = {
         "test_cacheable.py::test_a_routed_model_is_cached",
         "test_process_state.py::test_a_graph_with_ops_under_the_plain_backend_is_compiled_with_the_pass_and_its_key",
     ),
+    "code of the pages": ("test_pages.py::test_the_code_of_a_page_runs",),
     "disable() takes everything back": ("test_laws_process.py::test_disable_takes_everything_back",),
     "failure at every edit and in every function of the pass": (
         "test_laws_process.py::test_a_failure_in_any_function_of_the_pass_leaves_a_graph_that_is_right",
@@ -42,7 +43,9 @@ LAWS: dict[str, tuple[str, ...]] = {
     ),
     "families in every kind of mode": ("test_sparse_models.py::test_routed_of_all_and_the_same_results",),
     "formulas on DTensors": ("test_laws_process.py::test_a_block_on_dtensors_compiles",),
+    "models that decode": ("test_decoding_families.py::test_routed_calls_with_a_cache_give_the_full_forward",),
     "models on several ranks": ("test_sharding.py::test_two_ranks", "test_sharding.py::test_four_ranks"),
+    "package without an installation": ("test_wheel.py::test_bare_checkout",),
     "planted failures are found": (
         "test_adversarial.py::test_a_planted_wrong_rewrite_is_found_and_the_program_shrinks",
         "test_routing_e79.py::test_a_mutant_is_not_routed_and_the_report_says_why",

@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import mhc_inductor
+from mhc_inductor import fingerprint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEP = """
@@ -80,6 +81,23 @@ def test_an_upgrade_is_recompiled_and_the_same_version_is_not(tmp_path, backend)
     upgraded = _run(package, cache, backend)
     assert upgraded["out"] == pytest.approx(2 * first["out"], rel=1e-5)
     assert upgraded["grad"] == pytest.approx(3 * first["grad"], rel=1e-5)
+
+
+def test_the_key_of_cached_code_is_of_every_source(tmp_path, monkeypatch):
+    folders = [("mhc_inductor", tmp_path / "package"), ("kernels", tmp_path / "kernels")]
+    monkeypatch.setattr(fingerprint, "_folders", lambda: folders)
+    digest = fingerprint.sources.__wrapped__
+    code = tmp_path / "package" / "ops" / "mhc.py"
+    seen = set()
+    for _, folder in folders:
+        (folder / "ops").mkdir(parents=True)
+        (folder / "ops" / "mhc.py").write_text("a = 1")
+    seen.add(digest())
+    code.write_text("a = 2")
+    seen.add(digest())
+    code.rename(code.with_name("e79.py"))
+    seen.add(digest())
+    assert len(seen) == 3 and digest() in seen
 
 
 def _mhc(tokens: int, batch: int) -> tuple[Callable[..., object], Sequence[Tensor | None]]:

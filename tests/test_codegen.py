@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 import pytest
@@ -11,7 +12,7 @@ from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
-from mhc_inductor import backend, compat
+from mhc_inductor import backend, compat, passes
 from mhc_inductor.kernels.mhc import gluon
 from mhc_inductor.tuning import table
 from tests.generated import launches, runs
@@ -89,6 +90,22 @@ def test_training_graphs_launch_the_kernels_and_fold_the_sum():
     # One pointwise kernel is left, tanh: dx + dx2 takes no pass of its own.
     assert len([k for k in launched if not k.startswith("mhc_")]) == 1
     assert mhc_inductor.counters()["dx_acc folded"] == before + 1
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_kernel_adds_no_gradient_that_is_computed_after_it(later):
+    graph, op, aten = torch.fx.Graph(), OPS.mhc_head_backward.default, torch.ops.aten
+    g = graph.placeholder("g")
+    earlier = graph.call_function(aten.mul.Tensor, (g, 2))
+    call = graph.call_function(op, tuple(None if a.name == "dx_acc" else g for a in op._schema.arguments))
+    dx = graph.call_function(operator.getitem, (call, 0))
+    other = graph.call_function(aten.mul.Tensor, (g, 3)) if later else earlier
+    graph.output(graph.call_function(aten.add.Tensor, (dx, other)))
+    with fake_cuda(), FakeTensorMode():
+        for node in (dx, other):
+            node.meta["val"] = torch.empty(2, N, D, device="cuda")
+    assert passes.fold_dx_acc(graph) == (not later)
+    graph.lint()
 
 
 def test_a_tuned_table_reaches_the_generated_launch():

@@ -116,6 +116,7 @@ def test_of_a_law_one_case_runs_however_long_it_takes() -> None:
     assert len(chosen(tests, times, ["tests/test_a.py::test"])) == 1
 
 
+@pytest.mark.every_case
 def test_each_commit_runs_a_case_of_each_law() -> None:
     """Asks pytest for the choice of ``./dev test``, so that no law is lost by a name, a mark or a recorded time."""
     tests = {f"tests/{test}" for one in each_commit.LAWS.values() for test in one}

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from gated_norm import GatedNorm, norm_formula
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from mhc_inductor.routing import interface
+from mhc_inductor.routing.edit import Edit, Pairs
+from mhc_inductor.routing.interface import Match
 from tests.laws import (
     MHC,
     MHC_PLACES,
@@ -275,6 +279,18 @@ def test_outputs_require_grad_only_where_a_part_of_theirs_trains(trained: str) -
     check(_separate, leaves, named=["mhc"], modes=["train"], frozen=[k for k in leaves if k != trained])
 
 
+@pytest.mark.parametrize("trained", ["b_s", "b_m", "M"])
+def test_results_of_one_step_require_grad_only_where_a_part_of_theirs_trains(trained: str) -> None:
+    """The outputs and S of a single step depend on no b_m."""
+
+    def program(p: Leaves) -> Any:
+        outs, S, M = e79(p)
+        return torch.stack(outs), S, M
+
+    leaves = e79_leaves(1)
+    check(program, leaves, named=["e79"], modes=["train"], frozen=[k for k in leaves if k != trained])
+
+
 @pytest.mark.parametrize("used", [[0], [1], [2], [0, 1], [1, 2]], ids=str)
 def test_parts_that_no_output_needs_get_no_gradient(used: list[int]) -> None:
     check(lambda p: [_separate(p)[i] for i in used], _separate_leaves(), named=["mhc"], modes=["train"])
@@ -283,6 +299,31 @@ def test_parts_that_no_output_needs_get_no_gradient(used: list[int]) -> None:
 @pytest.mark.parametrize("used", [[0], [1], [2], [1, 2]], ids=str)
 def test_inputs_of_a_block_that_no_output_needs_get_no_gradient(used: list[int]) -> None:
     check(lambda p: [pre(p["x"], p)[i] for i in used], mhc_leaves(), named=["mhc"], modes=["train"])
+
+
+class _Zeros(GatedNorm):
+    """Gives zeros to the weight that the formula reads detached."""
+
+    def emit(self, edit: Edit, match: Match) -> Pairs:
+        x, detached, gate = map(edit.input, match.inputs)
+        weight = edit.emit("add", detached, edit.emit("mul", detached.args[0], 0.0))
+        call = edit.emit(self.op, x, weight, gate, match.data)
+        return [(match.outputs[0], edit.as_like(call, match.outputs[0]))]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_op_gives_zeros_only_to_what_gets_a_gradient_anyway(trained: bool) -> None:
+    def program(p: Leaves) -> Any:
+        normed = norm_formula(p["x"], p["weight"].detach(), p["gate"], 1e-6)
+        return normed, p["weight" if trained else "x"] * 2.0
+
+    leaves = {"x": normal(6, 16, seed=1), "weight": normal(16, seed=2), "gate": normal(6, 16, seed=3)}
+    interface.register(_Zeros)
+    try:
+        found = check(program, leaves, modes=["train"], unrouted="" if trained else "gated_norm")
+    finally:
+        interface.unregister(_Zeros.name)
+    assert [one.op for one in found.report.routed] == ["gated_norm"] * trained
 
 
 @pytest.mark.parametrize("used", ["outs", "S", "M", "first out", "S and M"])

@@ -153,16 +153,24 @@ def test_a_mask_made_without_grad_is_routed() -> None:
     check(program, selection_leaves(), routed={"selection_attention": 1})
 
 
-def test_a_loop_step_by_step_under_other_modes() -> None:
-    """Runs the first steps without grad, and the rest with grad."""
+def _first_without_grad(steps: int) -> Callable[[Leaves], Any]:
+    """Returns a program that runs the first steps of a loop without grad, and the rest with grad."""
 
     def program(p: Leaves) -> Any:
         with torch.no_grad():
-            first, S, M = e79({**p, "kvqm": p["kvqm"][:2]})
-        outs, S, M = e79({**p, "kvqm": p["kvqm"][2:], "S": S, "M": M})
+            first, S, M = e79({**p, "kvqm": p["kvqm"][:steps]})
+        outs, S, M = e79({**p, "kvqm": p["kvqm"][steps:], "S": S, "M": M})
         return torch.stack(first), torch.stack(outs), S, M
 
-    check(program, e79_leaves(5), named=["e79"])
+    return program
+
+
+def test_a_loop_step_by_step_under_other_modes() -> None:
+    check(_first_without_grad(2), e79_leaves(5), named=["e79"])
+
+
+def test_a_step_without_grad_and_one_with_it() -> None:
+    check(_first_without_grad(1), e79_leaves(2), named=["e79"], modes=["train"])
 
 
 # --- autocast -----------------------------------------------------------------------------------------------

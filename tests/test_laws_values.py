@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws 3, 4 and 6: roundings of inputs, rows without keys with every fill, constants in masks."""
+"""Laws 3, 4 and 6: roundings of inputs, rows without keys with every fill, constants in masks, sizes taken as fixed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from gated_norm import GatedNorm, norm_formula
+from torch import Tensor, fx
 
+from mhc_inductor.routing import interface
+from mhc_inductor.routing.graph.index import DynamicWidth
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.interface import Match
 from tests.laws import (
     MHC,
     Compiled,
@@ -298,6 +303,33 @@ def test_an_index_out_of_range_raises_as_in_eager(how: str, index: int) -> None:
     assert bool(got.error) == bool(want.error) or bool(got.error) == bool(plain.error), (got.error, want.error)
     if not want.error and not got.error:
         assert apart(got.outputs[0], want.outputs[0]) < 1e-9
+
+
+# --- sizes --------------------------------------------------------------------------------------------------
+
+
+class _OfOneWidth(GatedNorm):
+    """Takes the width as fixed."""
+
+    def match(self, view: View, node: fx.Node) -> Match:
+        width = view.values.of(node).shape[-1]
+        if width.symbols:
+            raise DynamicWidth(width)
+        return super().match(view, node)
+
+
+def test_another_size_than_the_one_that_was_taken_as_fixed_is_routed_anew() -> None:
+    compiled = Compiled(autograd=False)
+    interface.register(_OfOneWidth)
+    torch._dynamo.reset()
+    try:
+        call = torch.compile(norm_formula, backend=compiled.backend, dynamic=True)
+        for width in (16, 24):
+            x, w, gate = normal(6, width, seed=1), normal(width, seed=2), normal(6, width, seed=3)
+            assert apart(call(x, w, gate, 1e-6), norm_formula(x, w, gate, 1e-6)) < 1e-9
+    finally:
+        interface.unregister(_OfOneWidth.name)
+    assert [one.op for one in compiled.report.routed] == ["gated_norm"] * 2
 
 
 # --- other cases --------------------------------------------------------------------------------------------

@@ -40,8 +40,10 @@ def test_a_program_in_cpp_runs_it_without_python(package: pathlib.Path) -> None:
     packaged.run_in_cpp(package)
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("picks", [False, True], ids=["dynamic", "chosen keys"])
+@pytest.mark.parametrize(
+    "picks",
+    [pytest.param(False, id="dynamic", marks=pytest.mark.every_case), pytest.param(True, id="chosen keys")],
+)
 def test_lists_and_index_scores_run_without_this_package(tmp_path: pathlib.Path, picks: bool) -> None:
     """Runs on a CPU what tests/test_gpu_packages.py runs on a GPU."""
     packaged.make(tmp_path, packaged.Listed(16, 8, picks), 16, dynamic=not picks)

@@ -396,6 +396,20 @@ def test_indices_of_topk_need_no_check() -> None:
     assert "gather" not in str(got.graphs[0].graph)
 
 
+def test_indices_of_a_topk_over_more_keys_raise_as_before() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
+        mask = torch.zeros(2, 2, T, T, dtype=torch.bool).scatter(-1, index.topk(3, -1)[1], True)
+        return (q @ k.mT * 0.35).masked_fill(~mask, -INF).softmax(-1) @ v
+
+    scores = torch.randn(2, 2, T, T + 1, generator=torch.Generator().manual_seed(0))
+    scores[..., T] = -9.0
+    _same(fn, _picks(scores), routed=True)
+    scores[1, 1, 5, T] = 9.0
+    for call in (run, eager):
+        with pytest.raises((IndexError, RuntimeError)):
+            call(fn, _picks(scores), (), False)
+
+
 # --- near misses --------------------------------------------------------------------------------------------
 
 Whole = Callable[[Tensor, Tensor, Tensor, Tensor], Any]

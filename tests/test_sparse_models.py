@@ -52,6 +52,7 @@ def test_every_family_has_what_it_is_here_for():
         assert topk < sparse_runs.LENGTH, f"{family}: every key would be chosen"
 
 
+@pytest.mark.every_case
 def test_each_commit_has_every_family_and_every_kind_of_mode():
     taken = {(family, *case) for family, cases in EACH_COMMIT.items() for case in cases}
     assert taken <= {case.values for case in CASES}, "each is a case"
