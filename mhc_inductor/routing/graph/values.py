@@ -257,6 +257,19 @@ def run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def copy_into(graph: fx.Graph, node: fx.Node, at: Callable[[fx.Node], fx.Node], meta: dict[str, Any]) -> fx.Node:
+    """Copies a node into another graph, where ``at`` gives its inputs, in half the time of Graph.node_copy.
+
+    That looks for symbolic numbers in all arguments that a node is created with (torch 2.13).
+    """
+    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    made.args = fx.node.map_arg(node.args, at)
+    if node.kwargs:
+        made.kwargs = fx.node.map_arg(node.kwargs, at)
+    made.meta = meta
+    return made
+
+
 def is_tensors(fake: Any) -> bool:
     """Returns whether a node's fake value is a tensor, or a tuple or list of tensors only."""
     if isinstance(fake, torch.Tensor):
