@@ -355,7 +355,7 @@ class Values:
             return found
 
     def _like(self, tensor: torch.Tensor | _Like, node: fx.Node | None = None, pending: Any = None) -> Value:
-        return Value(tuple(size_of(s, self.fixed) for s in tensor.shape), tensor.dtype, node, pending)
+        return Value(tuple([size_of(s, self.fixed) for s in tensor.shape]), tensor.dtype, node, pending)
 
     def _make(self, node: fx.Node) -> Any:
         fake = example(node)
@@ -433,7 +433,7 @@ class Values:
             node.op,
             node.target if node.op == "call_function" else str(node.target),
             _map(key, node.args),
-            tuple(sorted(_map(key, node.kwargs).items())),
+            tuple(sorted(_map(key, node.kwargs).items())) if node.kwargs else (),
             self.autocast.get(node, ()),
         )
         template = self.templates.find(node, signature, lambda: self._record(node, inputs))
@@ -497,7 +497,7 @@ class Values:
             return t
 
         for func, args, kwargs, likes in calls:
-            filled = _map(fill, args), _map(fill, kwargs)
+            filled = _map(fill, args), _map(fill, kwargs) if kwargs else kwargs
             row = []
             for i, t in enumerate(likes):
                 value = self._like(t)
