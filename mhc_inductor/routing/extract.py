@@ -14,7 +14,7 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit, Pairs, node_of
 from mhc_inductor.routing.effects import Modes
-from mhc_inductor.routing.graph.values import Value, example, reached
+from mhc_inductor.routing.graph.values import Value, copy_into, example, reached
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match
 
@@ -71,9 +71,7 @@ class Piece:
 
     def copy(self, node: fx.Node, at: dict[fx.Node, fx.Node], modes: Modes) -> fx.Node:
         """Copies a real ``node`` into the piece. ``at`` maps each of its inputs to a node of the piece."""
-        made = self.graph.node_copy(node, at.__getitem__)
-        made.meta = {MODES: modes, SHAPES: example(node)}
-        return made
+        return copy_into(self.graph, node, at.__getitem__, {MODES: modes, SHAPES: example(node)})
 
     def structure(self) -> tuple[Any, ...]:
         """Returns a hashable description that is equal for pieces that compute the same; node names do not count."""

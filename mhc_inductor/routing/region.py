@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -39,13 +40,24 @@ class Region:
 
     def __init__(self, view: View, root: fx.Node, admit: Callable[[fx.Node], bool]) -> None:
         self.view, self.root = view, root
-        self.inside = {root}
-        for node in view.descendants([root], admit, _NODES):
-            read = elements_read(node)
-            if admit(node) and not far(view, node) and all(a in self.inside or self._uniform(a) for a in read):
-                self.inside.add(node)
+        self.inside, seen, todo = set[fx.Node](), {root}, [(view.order[root], root)]
+        while todo:  # in graph order: what a node reads is decided before it
+            node = heapq.heappop(todo)[1]
+            if node is not root and not self._determined(node, admit):
+                continue
+            self.inside.add(node)
+            for user in node.users:
+                calls = user not in seen and user in view.live and user.op in ("call_function", "call_method")
+                if calls and len(seen) < _NODES and node in elements_read(user):
+                    seen.add(user)
+                    heapq.heappush(todo, (view.order[user], user))
         self.nodes = sorted(self.inside - {root}, key=view.order.__getitem__)
         self.values = [v for n in self.nodes if (v := view.value(n)) is not None]
+
+    def _determined(self, node: fx.Node, admit: Callable[[fx.Node], bool]) -> bool:
+        """Checks whether what is inside and numbers alone determine a node, the same for every token."""
+        read = all(a in self.inside or self._uniform(a) for a in elements_read(node))
+        return read and admit(node) and not far(self.view, node)
 
     def _uniform(self, node: fx.Node) -> bool:
         """Checks whether a node is determined by sizes and numbers, and has one number or is no larger than a matrix."""

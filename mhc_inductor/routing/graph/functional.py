@@ -16,7 +16,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.routing.effects import Effects
-from mhc_inductor.routing.graph.values import example, run_fake
+from mhc_inductor.routing.graph.values import copy_into, example, run_fake
 
 _OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -164,7 +164,7 @@ class _Functionalised:
             self.result.resolved[node] = {a: self.now[a] for a in node.all_input_nodes}
             made = self._step(node, steps[node]) if node in steps else None
             if made is None:
-                made = self.result.graph.node_copy(node, self.now.__getitem__)
+                made = copy_into(self.result.graph, node, self.now.__getitem__, {**node.meta})
                 self.result.origin[made] = node
                 self.now[node] = made
             self.result.since[made] = position

@@ -257,6 +257,19 @@ def run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def copy_into(graph: fx.Graph, node: fx.Node, at: Callable[[fx.Node], fx.Node], meta: dict[str, Any]) -> fx.Node:
+    """Copies a node into another graph, where ``at`` gives its inputs, in half the time of Graph.node_copy.
+
+    That looks for symbolic numbers in all arguments that a node is created with (torch 2.13).
+    """
+    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    made.args = fx.node.map_arg(node.args, at)
+    if node.kwargs:
+        made.kwargs = fx.node.map_arg(node.kwargs, at)
+    made.meta = meta
+    return made
+
+
 def is_tensors(fake: Any) -> bool:
     """Returns whether a node's fake value is a tensor, or a tuple or list of tensors only."""
     if isinstance(fake, torch.Tensor):
@@ -342,7 +355,7 @@ class Values:
             return found
 
     def _like(self, tensor: torch.Tensor | _Like, node: fx.Node | None = None, pending: Any = None) -> Value:
-        return Value(tuple(size_of(s, self.fixed) for s in tensor.shape), tensor.dtype, node, pending)
+        return Value(tuple([size_of(s, self.fixed) for s in tensor.shape]), tensor.dtype, node, pending)
 
     def _make(self, node: fx.Node) -> Any:
         fake = example(node)
@@ -420,7 +433,7 @@ class Values:
             node.op,
             node.target if node.op == "call_function" else str(node.target),
             _map(key, node.args),
-            tuple(sorted(_map(key, node.kwargs).items())),
+            tuple(sorted(_map(key, node.kwargs).items())) if node.kwargs else (),
             self.autocast.get(node, ()),
         )
         template = self.templates.find(node, signature, lambda: self._record(node, inputs))
@@ -484,7 +497,7 @@ class Values:
             return t
 
         for func, args, kwargs, likes in calls:
-            filled = _map(fill, args), _map(fill, kwargs)
+            filled = _map(fill, args), _map(fill, kwargs) if kwargs else kwargs
             row = []
             for i, t in enumerate(likes):
                 value = self._like(t)

@@ -10,8 +10,8 @@ from mhc_inductor.routing.operators.mhc.own_backward import SinkhornFunction
 from mhc_inductor.routing.operators.selection.operator import SelectionOperator
 
 register(SelectionOperator)
-register(IndexOperator)  # after selection, which reads the model's own topk
 register(E79Scan)
 register(SinkhornFunction)
 register(Mhc)
+register(IndexOperator)  # after selection, which reads the model's own topk
 register(Fusion)

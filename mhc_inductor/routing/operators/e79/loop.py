@@ -82,7 +82,7 @@ class Search:
     def run(self) -> None:
         """Finds the chains and near misses. Where sizes are dynamic, searches again with their symbols fixed."""
         self._look()
-        if self.chains or (self.misses and not self.open):
+        if self.chains or (self.misses and not self.open) or not self.view.values.hints:
             return
         symbols, values = self.open or self._open(), self.view.values
         before = dict(values.fixed)
