@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -35,6 +35,10 @@ _SEVERAL_WEIGHTS = (
     "{} weights a stream come out of one sigmoid, as where streams are split into fractions or a matrix collapses them; "
     "expected one weight a stream"
 )
+_UNFIT = (
+    "h_pre is {:g} * sigmoid(alpha * z + bias) + {:g}; expected sigmoid(alpha * z + bias) + hc_eps with hc_eps >= 0, "
+    "and an h_post where other streams are collapsed"
+)
 _NO_POST = "no h_post = post_mult * sigmoid(alpha * z + bias) next to h_pre and h_res"
 
 
@@ -57,17 +61,23 @@ def of_streams(norm: Norm) -> bool:
 
 def streams_behind(value: Value) -> Norm | None:
     """Returns the norm, over all streams of a token, whose projection is an addend of ``value``; None without one."""
-    return mhc.norm_behind(value, of_streams)
+    return mhc.norm_behind(value, fits=of_streams)
 
 
-def gate_of_streams(value: Value) -> tuple[Norm, str] | None:
-    """Returns (norm, reason) where another function than a sigmoid is taken of a projection of streams, or None."""
+def gate_of_streams(value: Value) -> Norm | None:
+    """Returns the norm where another function than a sigmoid is taken of a projection of streams, or None."""
     if value.func not in PARTS or value.func is aten.div.Tensor or not value.shape or value.shape[-1].factor > FEW:
         return None
     norm = streams_behind(value.args[0])
     if norm is None or product_of(value.shape) == norm.count.times(Size(rows_of(norm) ** 2)):
         return None  # a matrix, of which Sinkhorn iterations take a softmax
-    return norm, f"{PARTS[value.func]} is applied to the logits; {mhc.EXPECTED}"
+    return norm
+
+
+def applied(value: Value) -> str:
+    """Returns what a near miss says of a function of the logits that is no sigmoid."""
+    name = PARTS.get(value.func) or getattr(value.func, "overloadpacket", value.func).__name__
+    return f"{name} is applied to the logits; {mhc.EXPECTED}"
 
 
 class Group:
@@ -141,7 +151,7 @@ class Group:
 
     def _one_a_stream(self, n: int) -> dict[Value, Coefficient]:
         """Returns the coefficients of n rows a token, in the order of phi's rows: those that may weigh streams."""
-        return {v: c for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
+        return {v: c for v, c in self.coefficients.items() if c.affine.rows == n}
 
     # --- neighbourhoods ---
 
@@ -196,31 +206,32 @@ class Group:
         """Checks whether a mismatch is of a projection of other streams, with a norm of their own."""
         if mismatch.reason != mhc.APART or mismatch.value is None:
             return False
-        norm = mhc.norm_behind(mismatch.value, mhc.any_norm)
+        norm = mhc.norm_behind(mismatch.value)
         return norm is not None and norm.x is not self.norm.x
 
-    def _collapse(self, nodes: Iterable[fx.Node], reasons: list[Mismatch]) -> Pre | None:
-        norm = self.norm
-        weights: dict[int, set[Value]] = {}
+    def _collapse(self, nodes: list[fx.Node], reasons: list[Mismatch]) -> Pre | None:
+        """Returns the first collapse of x by some of the coefficients, or None; adds why others are none."""
+        weights: dict[int, list[Value]] = {}
         for weight, c in self.coefficients.items():
-            weights.setdefault(c.affine.rows, set()).add(weight)
-        known = {n: Known(Kept(norm.x, each), each) for n, each in weights.items()}
-        for node in nodes:
-            per, value = self.per_token(node), self.view.value(node)
-            if not per or value is None or norm.width % per:
-                continue
-            n = norm.width // per
-            if n not in known or not 2 <= n <= MAX_STREAMS:
-                continue
-            try:
-                use = mixing.collapse(value, n, per, known[n])
-            except Mismatch as mismatch:
-                reasons.append(mismatch)
-                continue
-            except Unsupported:
-                continue
-            return Pre(norm, n, self.coefficients[use.weight], value)
+            weights.setdefault(c.affine.rows, []).append(weight)
+        for n, each in weights.items():
+            known = Known(Kept(self.norm.x, each), each)
+            for use in self._sums(nodes, n, known, reasons) if 2 <= n <= MAX_STREAMS else ():
+                return Pre(self.norm, n, self.coefficients[use.weight], use.h_in)
         return None
+
+    def _sums(self, nodes: Iterable[fx.Node], n: int, known: Known, reasons: list[Mismatch]) -> Iterator[CollapseUse]:
+        """Yields those of the nodes that are weighted sums of n streams; adds why others are none."""
+        d = Size(self.norm.width).over(Size(n))
+        for node in nodes:
+            value = self.view.value(node)
+            if d is not None and value is not None and self.per_token(node) == d.factor:
+                try:
+                    yield mixing.collapse(value, n, d.factor, known)
+                except Mismatch as mismatch:
+                    reasons.append(mismatch)
+                except Unsupported:
+                    continue
 
     def _coefficients_alone(self) -> Pre | None:
         """Returns the coefficients where h_pre collapses other streams than x, as in a single pass, or None."""
@@ -271,17 +282,12 @@ class Group:
     ) -> list[CollapseUse]:
         """Returns the collapses after ``starts`` that no other formula has, without what reads one of them."""
         known = {use.h_in for use in (*self.search.found, *self.uses) if isinstance(use, CollapseUse)}
-        found = []
-        for node in self.search.reached(starts, self._near, 600):
-            value = self.view.value(node)
-            if value is None or self.per_token(node) != self.norm.width // n:
-                continue
-            if known.isdisjoint(r.value for r in chain_of(whole(value))):
-                with contextlib.suppress(Unsupported, Mismatch):
-                    use = mixing.collapse(value, n, self.norm.width // n, Known(weights=weights))
-                    if x is None or use.x is x:
-                        found.append(use)
-                        known.add(value)
+        found, nodes = [], self.search.reached(starts, self._near, 600)
+        for use in self._sums(nodes, n, Known(weights=weights), []) if n else ():
+            again = not known.isdisjoint(r.value for r in chain_of(whole(use.h_in)))
+            if not again and (x is None or use.x is x):
+                found.append(use)
+                known.add(use.h_in)
         return found
 
     def _choose_post(self, pre: Pre) -> None:
@@ -316,14 +322,14 @@ class Group:
         """
         start = self.view.value(self.seeds[0])
         assert start is not None
-        narrow = next((m for m in reasons if m.reason.startswith(mhc.WIDTHS)), None)
+        narrow = next((m for m in reasons if m.reason == mhc.EACH_NORMED), None)
         if narrow is not None:  # each stream is normalised by itself
             self.search.miss("mhc_pre", narrow, start)
             return
         if not self._streams():
             return
         mismatch = self._several_weights() or next(iter(reasons), None) or self._other_gate()
-        why = mismatch or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
+        why = mismatch or Mismatch(mixing.COLLAPSE)
         if why.reason == mixing.OTHER_WEIGHTS and why.value is not None:
             why = Mismatch(family(why.value, self.norm.x) or why.reason, why.value)
         self.search.miss("mhc_pre", why, start)
@@ -365,11 +371,11 @@ class Group:
         known, n = {*map(node_of, self.coefficients)}, rows_of(self.norm)
         for node in self.search.reached([node_of(self.norm.x)], self._near, 600):
             value = self.view.value(node) if node not in known else None
-            gate = gate_of_streams(value) if value is not None else None
+            norm = gate_of_streams(value) if value is not None else None
             # A tanh may be part of a sigmoid.
-            mine = gate is not None and gate[0].x is self.norm.x and self.per_token(node) in (n, self.few)
-            if gate is not None and mine and not (self.coefficients and node in self.seeds):
-                return Mismatch(gate[1], value)
+            mine = norm is not None and norm.x is self.norm.x and self.per_token(node) in (n, self.few)
+            if value is not None and mine and not (self.coefficients and node in self.seeds):
+                return Mismatch(applied(value), value)
         return None
 
     # --- expand and mix ---
@@ -383,7 +389,7 @@ class Group:
         if found is not None:
             self.search.found.append(PostUse(pre, *found))
         elif self.search.cut is not None or self._multiplies(pre.posts, pre.n):
-            self.search.miss("mhc_post", Mismatch("no sum of h_post[o] * f_out and mixed streams"), pre.posts[0])
+            self.search.miss("mhc_post", Mismatch(mixing.EXPAND), pre.posts[0])
 
     def _lone_post(self) -> bool:
         """Finds an expand-and-mix of streams that no routed pre collapses. Returns whether there is one."""
@@ -416,8 +422,7 @@ class Group:
             if value is None or per not in (norm.width, d):
                 continue
             try:
-                whole_x = per == norm.width
-                at, found = (None, mixing.post(value, n, d, known)) if whole_x else mixing.stream(value, n, d, known)
+                at, found = mixing.post(value, n, d, known, apart=per != norm.width)
             except Unsupported:
                 continue
             if not isinstance(found, Post):
@@ -461,15 +466,10 @@ def _piece(c: Coefficient) -> tuple[Value, int, float, float]:
 
 
 def _unfit(pre: Pre) -> Mismatch | None:
-    """Returns why the op cannot give h_pre: it is scaled, transposed, has hc_eps < 0 or no h_post next to it; or None."""
-    if pre.h_in is None and pre.post is None:
-        return Mismatch("h_pre collapses other streams and has no h_post", pre.collapsed)
-    if pre.pre.mult != 1.0 and pre.pre.tanh:
+    """Returns why the op cannot give h_pre, or None."""
+    found = pre.pre
+    if found.mult != 1.0 and found.tanh:
         return Mismatch(mhc.TANH, pre.collapsed)
-    if pre.pre.mult != 1.0:
-        return Mismatch(f"h_pre is scaled by {pre.pre.mult:g}", pre.collapsed)
-    if pre.pre.add < 0.0:
-        return Mismatch(f"{pre.pre.add:g} is added to h_pre; expected hc_eps >= 0", pre.collapsed)
-    if pre.pre.affine.transposed:
-        return Mismatch("h_pre is not in the order of phi's rows", pre.collapsed)
+    if found.mult != 1.0 or found.add < 0.0 or (pre.h_in is None and pre.post is None):
+        return Mismatch(_UNFIT.format(found.mult, found.add), pre.collapsed)
     return None

@@ -5,22 +5,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
 
 from mhc_inductor.ops.checks import MIN_WIDTH
+from mhc_inductor.routing.edit import node_of
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, peel, reduction, whole
 from mhc_inductor.routing.graph.gates import bound_below
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.values import Value, behind, values_in
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.mixing import factors, terms_of
+from mhc_inductor.routing.operators.mhc.norm import made_of
 
 WRITTEN_APART = (
     "each stream is a tensor of its own, and written as such; expected one tensor [..., n, D] of new streams"
 )
 STATIC = (
-    "the streams are collapsed with weights that are no projection of them, as in hyper-connections with static weights; "
-    "expected h_pre = sigmoid(alpha * z + bias)"
+    "the weights of the streams are no projection of them, as in hyper-connections with static weights; "
+    "expected h_post = post_mult * sigmoid(alpha * z + bias)"
 )
 
 
@@ -50,33 +51,24 @@ def _is_sum(ref: Ref) -> bool:
     return len(terms) == 1 and reduction(terms[0][1]) is not None
 
 
-class _Sum(NamedTuple):
-    """A sum of tensors: those that are added as they are, and for each tensor of weights those that it multiplies."""
-
-    value: Value
-    plain: frozenset[Ref]
-    weighted: dict[Value, dict[Ref, Index]]
-
-
 def lists(values: Iterable[Value], routed: Collection[Value]) -> Iterator[Mismatch]:
-    """Yields a mismatch for each list of tensors that is mixed by a matrix, or collapsed and then written to.
+    """Yields a mismatch for each list of streams that are written as tensors of their own, none of them after another.
 
-    Streams that are parts of one of the tensors ``routed`` are no such list.
+    Their sums have one tensor times several elements of a tensor of weights: f_out times those of h_post, or a stream
+    times those of a column of the matrix. Tensors that are ``routed`` are left out.
     """
-    sums = [one for value in _alike(values) if (one := _sum(*value)) is not None]
-    mixes: dict[tuple[Value, frozenset[Ref]], list[_Sum]] = {}
-    for one in sums:
-        for weights, each in one.weighted.items():
-            if len(each) > 1:
-                mixes.setdefault((weights, frozenset(each)), []).append(one)
-    known = set[Ref]()
-    for (weights, streams), mixed in sorted(mixes.items(), key=lambda item: -len(item[0][1])):
-        rows = {tuple(one.weighted[weights].values()) for one in mixed}
-        written = {ref for one in sums if one.weighted and len(one.plain) == 1 for ref in one.plain}
-        apart = any(ref.value not in routed for ref in streams) and known.isdisjoint(streams)
-        if apart and (len(rows) > 1 or streams <= written):
-            known |= streams
-            yield Mismatch(WRITTEN_APART, mixed[-1].value)
+    shared: dict[tuple[Value, Ref], dict[Index, list[Value]]] = {}
+    for value, index in _alike(values):
+        for weights, wide, at in _products(value, index):
+            if wide.value not in routed:
+                shared.setdefault((weights, wide), {}).setdefault(at, []).append(value)
+    known = set[Value]()
+    for each in sorted(shared.values(), key=len, reverse=True):
+        sums = [one for written in each.values() for one in written]
+        apart = len(each) > 1 and not made_of(node_of(sums[-1]), {node_of(sums[0])})
+        if apart and known.isdisjoint(sums):
+            known.update(sums)
+            yield Mismatch(WRITTEN_APART, sums[-1])
 
 
 def _alike(values: Iterable[Value]) -> Iterator[tuple[Value, tuple[Index, ...]]]:
@@ -88,21 +80,18 @@ def _alike(values: Iterable[Value]) -> Iterator[tuple[Value, tuple[Index, ...]]]
             yield value, shared.setdefault(value.shape, tuple(var(Var(s)) for s in value.shape))
 
 
-def _sum(value: Value, index: tuple[Index, ...]) -> _Sum | None:
-    """Returns a sum whose products are of a tensor [..., D] and a number of a tensor of weights; None for other sums."""
-    low, found = index[-1].variables(), _Sum(value, frozenset(), {})
+def _products(value: Value, index: tuple[Index, ...]) -> list[tuple[Value, Ref, Index]]:
+    """Returns (tensor, element of a tensor [..., D], index in the first) of the products in a sum; none in other sums."""
+    low, found = index[-1].variables(), list[tuple[Value, Ref, Index]]()
     with contextlib.suppress(Unsupported):
         for sign, ref in terms_of(Ref(value, index), ()):
             pair = factors(ref)
-            if pair is None and sign == 1.0:
-                found = found._replace(plain=found.plain | {peel(ref)})
-                continue
-            if pair is None or pair.bound is not None or sign != 1.0:
-                return None
-            a, b = peel(pair.a), peel(pair.b)
-            a, b = (b, a) if low <= a.flat.variables() else (a, b)
-            if low & a.flat.variables() or not low <= b.flat.variables():
-                return None
-            found.weighted.setdefault(a.value, {})[b] = a.flat
+            if sign != 1.0 or (pair is not None and pair.bound is not None):
+                return []
+            if pair is not None:
+                weight, wide = sorted((peel(pair.a), peel(pair.b)), key=lambda one: low <= one.flat.variables())
+                if low & weight.flat.variables() or not low <= wide.flat.variables():
+                    return []
+                found.append((weight.value, wide, weight.flat))
         return found
-    return None
+    return []
