@@ -16,17 +16,19 @@ from mhc_inductor.routing.graph.expressions import (
     Ref,
     Term,
     addends,
+    aten,
     close,
     contraction,
     key_of,
     peel,
     product,
+    reduction,
     summed,
     whole,
 )
 from mhc_inductor.routing.graph.gates import bound_below, gate_of, squared
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Size, Unsupported, product_of
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, behind, values_in
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, covers, norm_of
 
@@ -219,6 +221,32 @@ _NORMS: dict[str, Callable[[list[_Root], Size], bool]] = {
     OTHER_NORM: lambda roots, width: True,
 }
 """Norms of other families, each with how it is seen: by what divides a projection over so many elements."""
+
+
+PARTS = {
+    aten.tanh.default: "tanh", aten.relu.default: "relu", aten.silu.default: "silu", aten.gelu.default: "gelu",
+    aten.softplus.default: "softplus", aten.hardsigmoid.default: "hardsigmoid", aten._softmax.default: "softmax",
+    aten.clamp.default: "clamp", aten.clamp_min.default: "clamp", aten.native_layer_norm.default: "a LayerNorm",
+    aten.div.Tensor: "a division by their sum",
+}  # fmt: skip
+"""Operations that weights of streams have in other families, in the words of near misses."""
+
+
+def family(value: Value, x: Value) -> str | None:
+    """Returns which of PARTS is the last on the way from x to weights of its streams, in a sentence, or None."""
+    for one in behind(value, lambda a: a is not x):
+        if one.func in PARTS and (one.func is not aten.div.Tensor or _is_sum(whole([*values_in(one.args)][-1]))):
+            return (
+                f"{PARTS[one.func]} is part of the weights of the streams; expected h_pre = sigmoid(alpha * z + bias)"
+            )
+    return None
+
+
+def _is_sum(ref: Ref) -> bool:
+    """Checks whether an element is a sum, plus a number or bounded by one."""
+    low = bound_below(peel(ref))
+    terms = addends(ref if low is None else low[0])[1]
+    return len(terms) == 1 and reduction(terms[0][1]) is not None
 
 
 def check_normed(terms: list[tuple[float, Ref]]) -> None:

@@ -4,26 +4,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 
 import torch
 from torch import fx
 
+from mhc_inductor.ops.checks import MIN_WIDTH
 from mhc_inductor.routing.edit import node_of
-from mhc_inductor.routing.graph.expressions import addends, aten, is_cast, peel, product, summed, whole
+from mhc_inductor.routing.graph.expressions import Ref, addends, aten, is_cast, peel, product, summed, whole
 from mhc_inductor.routing.graph.gates import SIGMOIDS, argument_of, gate_of
-from mhc_inductor.routing.graph.index import DynamicWidth, Size, Unsupported, product_of
+from mhc_inductor.routing.graph.index import DynamicWidth, Index, Size, Unsupported, Var, product_of, var
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
+from mhc_inductor.routing.operators.mhc.formula import family
 from mhc_inductor.routing.operators.mhc.groups import FEW, Group, applied, gate_of_streams, streams_behind
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, Post, PostUse, Pre, Sinkhorn
-from mhc_inductor.routing.operators.mhc.mixing import SUMS, WIDER, given_post, residual_of
+from mhc_inductor.routing.operators.mhc.mixing import SUMS, WIDER, factors, given_post, residual_of, terms_of
 from mhc_inductor.routing.operators.mhc.norm import Norm, made_of, root_of
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chains, Iterations, last_of
-from mhc_inductor.routing.operators.mhc.static import STATIC, family, lists
 
+_WRITTEN_APART = (
+    "each stream is a tensor of its own, and written as such; expected one tensor [..., n, D] of new streams"
+)
+_STATIC = (
+    "the weights of the streams are no projection of them, as in hyper-connections with static weights; "
+    "expected h_post = post_mult * sigmoid(alpha * z + bias)"
+)
 _OTHER_WEIGHTS = (
     "the weights of the streams are computed from x, but not as sigmoid(alpha * z + bias) "
     "with z = (x @ phi.T) * rsqrt(mean(x * x) + eps) over all n * D elements of a token"
@@ -254,7 +262,7 @@ class Search:
             if made_of(node_of(weights), x, 64):
                 self.miss("mhc_pre", Mismatch(family(weights, post.x) or _OTHER_WEIGHTS, weights), weights)
             elif product_of(weights.shape) == Size(post.n) and product_of(post.x.shape) != Size(post.width):
-                self.miss("mhc_pre", Mismatch(STATIC, weights), weights)
+                self.miss("mhc_pre", Mismatch(_STATIC, weights), weights)
 
     def _lone_lists(self) -> None:
         """Reports streams that are tensors of their own and that no norm's formula claims or reports."""
@@ -264,6 +272,52 @@ class Search:
         posts = [use.found for use in self.found if isinstance(use, PostUse)]
         routed = {peel(whole(v)).value for v in (*pres, *(v for post in posts for v in (post.x, post.f_out)))}
         sums = (value for _, value in self._tensors("add", "iadd", "sum", but=self._claimed))
-        for mismatch in lists(sums, routed):
+        for mismatch in _lists(sums, routed):
             assert mismatch.value is not None
             self.miss("mhc_post", mismatch, mismatch.value)
+
+
+def _lists(values: Iterable[Value], routed: Collection[Value]) -> Iterator[Mismatch]:
+    """Yields a mismatch for each list of streams that are written as tensors of their own, none of them after another.
+
+    Their sums have one tensor times several elements of a tensor of weights: f_out times those of h_post, or a stream
+    times those of a column of the matrix. Tensors that are ``routed`` are left out.
+    """
+    shared: dict[tuple[Value, Ref], dict[Index, list[Value]]] = {}
+    for value, index in _alike(values):
+        for weights, wide, at in _products(value, index):
+            if wide.value not in routed:
+                shared.setdefault((weights, wide), {}).setdefault(at, []).append(value)
+    known = set[Value]()
+    for each in sorted(shared.values(), key=len, reverse=True):
+        sums = [one for written in each.values() for one in written]
+        apart = len(each) > 1 and not made_of(node_of(sums[-1]), {node_of(sums[0])})
+        if apart and known.isdisjoint(sums):
+            known.update(sums)
+            yield Mismatch(_WRITTEN_APART, sums[-1])
+
+
+def _alike(values: Iterable[Value]) -> Iterator[tuple[Value, tuple[Index, ...]]]:
+    """Yields values that may be streams [..., D], each with the index that all values of its shape share."""
+    shared: dict[tuple[Size, ...], tuple[Index, ...]] = {}
+    for value in values:
+        wide = len(value.shape) > 1 and (value.shape[-1].symbols or value.shape[-1].factor >= MIN_WIDTH)
+        if wide and value.func is aten.add.Tensor and value.dtype.is_floating_point:
+            yield value, shared.setdefault(value.shape, tuple(var(Var(s)) for s in value.shape))
+
+
+def _products(value: Value, index: tuple[Index, ...]) -> list[tuple[Value, Ref, Index]]:
+    """Returns (tensor, element of a tensor [..., D], index in the first) of the products in a sum; none in other sums."""
+    low, found = index[-1].variables(), list[tuple[Value, Ref, Index]]()
+    with contextlib.suppress(Unsupported):
+        for sign, ref in terms_of(Ref(value, index), ()):
+            pair = factors(ref)
+            if sign != 1.0 or (pair is not None and pair.bound is not None):
+                return []
+            if pair is not None:
+                weight, wide = sorted((peel(pair.a), peel(pair.b)), key=lambda one: low <= one.flat.variables())
+                if low & weight.flat.variables() or not low <= wide.flat.variables():
+                    return []
+                found.append((weight.value, wide, weight.flat))
+        return found
+    return []
