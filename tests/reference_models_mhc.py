@@ -554,9 +554,10 @@ IN_TRAINING = {"own_backward": {**BOTH, "mhc_sinkhorn": 1}}
 """The ops of those that differ in training: iterations with a backward of their own stay apart from pre."""
 REASONS = {
     # Nothing reads the h_pre of the last sublayer.
-    "single_pass": ["mhc_pre: h_pre does not collapse x: no sum_i h_pre[i] * x[i]"],
+    "single_pass": ["mhc_pre: h_pre does not collapse x: expected h_in[d] = sum_i h_pre[i] * x[i, d]"],
     "normalised_by_torch": [
-        "mhc_pre: the norm is bounded below by eps: expected inv_rms = rsqrt(mean(x * x) + eps)",
+        "mhc_pre: the norm is bounded below, as by F.normalize; expected inv_rms = rsqrt(mean(x * x) + eps) or "
+        "1 / (sqrt(mean(x * x)) + eps), of all n * D elements of a token",
     ],
     "own_backward": [
         "mhc_sinkhorn: the backward of this autograd.Function is not the derivative of its forward: run in fp64, gradients "

@@ -176,7 +176,7 @@ FAMILIES: dict[str, tuple[Callable[[Tensor, P], Tensor], str]] = {
     "clamped weights": (altered(lambda z: z.sigmoid().clamp(0.1, 0.9), torch.sigmoid), "clamp is part of the weights"),
     "softmaxed": (altered(lambda z: z.softmax(-1), lambda z: z.softmax(-1)), "softmax is applied to the logits"),
     "linear": (altered(lambda z: z, lambda z: z), NOT_PHI),
-    "linear, and no iterations": (of_all(lambda z: z), "the logits h_res are computed, and no h_pre"),
+    "linear, and no iterations": (of_all(lambda z: z), NOT_PHI),
     "tanh before alpha": (of_all(torch.tanh), "tanh is applied to the logits; expected sigmoid(alpha * z + bias)"),
     "layer norm": (
         from_logits(lambda x, p: F.layer_norm(x.flatten(-2), (N * WIDTH,)) @ p["phi"].T),
@@ -185,6 +185,10 @@ FAMILIES: dict[str, tuple[Callable[[Tensor, P], Tensor], str]] = {
     "the mean of streams": (from_logits(lambda x, p: normed(x.mean(-2)) @ p["phi"][:, :WIDTH].T), NOT_PHI),
     "the first stream": (from_logits(lambda x, p: normed(x[..., 0, :]) @ p["phi"][:, :WIDTH].T), NOT_PHI),
     "each stream's own": (own_weights, NOT_PHI),
+    "each stream normalised": (
+        from_logits(lambda x, p: F.rms_norm(x, (WIDTH,)).flatten(-2) @ p["phi"].T),
+        "each stream is normalised by itself; expected inv_rms",
+    ),
     "low rank": (low_rank, "z is a product of x and two weights, as in a low-rank gate; expected one phi"),
     "tanh": (tanh_gates, "tanh is applied to the logits; expected sigmoid(alpha * z + bias)"),
     "tanh without bias": (tanh_without_bias, "tanh is applied to the logits; expected sigmoid(alpha * z + bias)"),
@@ -217,7 +221,7 @@ def softmaxes(x: Tensor, p: P) -> Tensor:
 def test_static_weights_are_named(fn: Callable[[Tensor, P], Tensor]) -> None:
     p = made(read=(N,), table=(N, N), own=(N,))
     got = same(lambda x: fn(x, p), (streams(),), p.items())
-    said = [m.reason for m in got.report.near_misses if m.op == "mhc_collapse"]
+    said = [m.reason for m in got.report.near_misses if m.op == "mhc_pre"]
     assert len(said) == 1 and "as in hyper-connections with static weights" in said[0], reasons(got)
     assert got.ops["mhc_post"] == 1
 

@@ -452,8 +452,8 @@ def test_ops_to_save_are_ops_that_the_pass_puts_in() -> None:
 # --- what stays routed where one part is another formula ----------------------------------------------------
 
 PARTS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
-    "h_pre scaled": ("h_pre", lambda h: 1.25 * h, "h_pre is scaled by 1.25"),
-    "h_pre less a number": ("h_pre", lambda h: h - 0.5, "added to h_pre; expected hc_eps >= 0"),
+    "h_pre scaled": ("h_pre", lambda h: 1.25 * h, "h_pre is 1.25 * sigmoid(alpha * z + bias) + "),
+    "h_pre less a number": ("h_pre", lambda h: h - 0.5, "expected sigmoid(alpha * z + bias) + hc_eps with hc_eps >= 0"),
     "h_pre in another order": ("h_pre", lambda h: h.flip(-1), "summed with other weights than those of the formula"),
 }
 REST = {"mhc_sinkhorn": 1, "mhc_post": 1}

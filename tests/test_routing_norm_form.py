@@ -34,19 +34,15 @@ OTHERS: dict[str, tuple[Normed, dict[str, int], str]] = {
     "twice": (
         lambda v: v / ((v.square().mean(-1, keepdim=True) + EPS).sqrt() + EPS),
         REST,
-        "eps is added under the root and to the root: expected",
+        "x has another norm; expected",
     ),
-    "no mean": (
-        lambda v: v / (v.norm(dim=-1, keepdim=True) + EPS),
-        REST,
-        "the norm is a multiple of the root of the mean, plus eps: expected",
-    ),
+    "no mean": (lambda v: v / (v.norm(dim=-1, keepdim=True) + EPS), REST, "x has another norm; expected"),
     "each stream": (
         lambda v: (
             (u := v.unflatten(-1, (N, WIDTH))).div(u.norm(dim=-1, keepdim=True) / math.sqrt(WIDTH) + EPS).flatten(-2)
         ),
         REST,
-        f"the norm is over {WIDTH} elements of x, the projection over {K}",
+        "each stream is normalised by itself; expected",
     ),
     "to the inverse": (lambda v: v * (1 / v.square().mean(-1, keepdim=True).sqrt() + EPS), {}, "x is not normalised"),
     "no root": (lambda v: v / (v.square().mean(-1, keepdim=True) + EPS), {}, "x is not normalised"),

@@ -85,7 +85,12 @@ STACKED: dict[str, Layer] = {
     "no matrix": without_matrix,
     "rounded": rounded,
 }
-NEVER_STACKED: dict[str, Layer] = {"rsqrt": summed_root, "eps outside": eps_outside, "normed before": normed_before}
+NEVER_STACKED: dict[str, Layer] = {
+    "rsqrt": summed_root,
+    "eps outside": eps_outside,
+    "normed before": normed_before,
+    "clamped norm": lambda xs, p: apart(xs, projected(xs, p) / root_of_squares(xs, p).clamp(min=EPS), p),
+}
 BOTH = {"mhc_pre": 1, "mhc_post": 1}
 ENDS: dict[str, Callable[[list[Tensor]], object]] = {
     "a list": lambda xs: xs,
@@ -334,7 +339,7 @@ def test_streams_of_other_widths_stay() -> None:
 # --- lists and static weights that no norm's formula claims -------------------------------------------------
 
 Sums = Callable[..., list[Tensor]]
-STATIC = "mhc_collapse: the streams are collapsed with weights that are no projection of them"
+STATIC = "mhc_pre: the weights of the streams are no projection of them, as in hyper-connections with static weights"
 
 
 def root_of_squares(xs: Sequence[Tensor], p: P) -> Tensor:
@@ -350,7 +355,6 @@ UNSEEN: dict[str, Layer] = {
     "of the mean stream": lambda xs, p: apart(xs, normed(sum(xs) / N) @ p["phi"][:, :WIDTH].T, p),  # type: ignore[arg-type]
     "of the first stream": lambda xs, p: apart(xs, normed(xs[0]) @ p["phi"][:, :WIDTH].T, p),
     "no norm": lambda xs, p: apart(xs, projected(xs, p), p),
-    "clamped norm": lambda xs, p: apart(xs, projected(xs, p) / root_of_squares(xs, p).clamp(min=EPS), p),
     "means stacked": lambda xs, p: apart(
         xs, projected(xs, p) * torch.rsqrt(torch.stack(means(xs), -1).mean(-1) + EPS), p
     ),

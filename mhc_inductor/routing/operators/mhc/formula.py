@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Container
+from typing import NamedTuple
 
 import torch
 
@@ -15,22 +16,21 @@ from mhc_inductor.routing.graph.expressions import (
     Ref,
     Term,
     addends,
+    aten,
     close,
     contraction,
     key_of,
     peel,
     product,
+    reduction,
     summed,
     whole,
 )
 from mhc_inductor.routing.graph.gates import bound_below, gate_of, squared
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Size, Unsupported, product_of
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, behind, values_in
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, covers, norm_of
-
-ROWS, COLUMNS = -1, -2
-"""The dims of a matrix to reduce for row sums and for column sums."""
 
 
 def square_matrices(value: Value) -> bool:
@@ -66,7 +66,6 @@ class Affine:
     alpha: Weighted
     bias: tuple[Weighted, ...]
     rows: int
-    transposed: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -106,7 +105,9 @@ def _fits(term: Term, norm: Norm) -> bool:
     return whole and (not tensors or close(term.coef * norm.scale, 1.0))
 
 
-def norm_behind(value: Value, fits: Callable[[Norm], bool], stop: Container[Value] = ()) -> Norm | None:
+def norm_behind(
+    value: Value, stop: Container[Value] = (), fits: Callable[[Norm], bool] = lambda _: True
+) -> Norm | None:
     """Returns the first norm that ``fits`` and whose projection is an addend of ``value``; None without one.
 
     It is asked of every sum of a long chain of sums: what has no such addend is not followed again.
@@ -131,11 +132,6 @@ def norm_behind(value: Value, fits: Callable[[Norm], bool], stop: Container[Valu
     return None
 
 
-def any_norm(norm: Norm) -> bool:
-    """Takes every norm."""
-    return True
-
-
 def sum_factor(ref: Ref, stop: Container[Value] = ()) -> tuple[Ref, float, list[Ref]] | None:
     """Returns (sum, number, other factors) of a product whose one factor is a sum, as in ``alpha * (z + b)``, or None."""
     term = product(ref, stop)
@@ -145,24 +141,21 @@ def sum_factor(ref: Ref, stop: Container[Value] = ()) -> tuple[Ref, float, list[
     return sums[0], term.coef, [f for f, _ in term.factors if f is not sums[0]]
 
 
-_Part = tuple[float, list[Ref], Ref]
-"""An addend: a number, the factors that multiply a sum around it, and what both multiply."""
+_Part = tuple[float, list[Ref], Ref | None]
+"""An addend: a number, the factors that multiply a sum around it, and what both multiply; None for a constant."""
 
 
-def _linear(
-    ref: Ref, number: float, factors: list[Ref], kept: Kept
-) -> tuple[list[tuple[float, list[Ref]]], list[_Part]]:
-    """Returns ``number * factors * ref`` as constants and addends: factors of sums with a projection are expanded."""
+def _linear(ref: Ref, number: float, factors: list[Ref], kept: Kept) -> list[_Part]:
+    """Returns the addends of ``number * factors * ref``: factors of sums with a projection are expanded."""
     constant, terms = addends(ref, kept)
-    constants, parts = [(number * constant, factors)] * (constant != 0.0), list[_Part]()
+    parts: list[_Part] = [(number * constant, factors, None)] * (constant != 0.0)
     for sign, term in terms:
         inner = sum_factor(term, kept) if projection(term, kept) is None else None
-        if inner is None or (len(terms) > 1 and norm_behind(inner[0].value, any_norm, kept) is None):
+        if inner is None or (len(terms) > 1 and norm_behind(inner[0].value, kept) is None):
             parts.append((number * sign, factors, term))
-            continue
-        below = _linear(inner[0], number * sign * inner[1], [*factors, *inner[2]], kept)
-        constants, parts = constants + below[0], parts + below[1]
-    return constants, parts
+        else:
+            parts += _linear(inner[0], number * sign * inner[1], [*factors, *inner[2]], kept)
+    return parts
 
 
 def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
@@ -171,125 +164,156 @@ def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
     ``out`` is the element of the value itself. In ``alpha * (z + b) + c``, the bias is ``alpha * b + c``; b and c may be
     numbers.
     """
-    constants, parts = _linear(ref, scale, [], kept)
-    found = [(norm, part) for part in parts if (norm := projection(part[2], kept)) is not None]
+    parts = _linear(ref, scale, [], kept)
+    terms = [(number, term) for number, _, term in parts if term is not None]
+    found = [(norm, part) for part in parts if part[2] is not None and (norm := projection(part[2], kept)) is not None]
     if len(found) != 1:
-        check_normed([(number, term) for number, _, term in parts])
-        raise Mismatch(SEVERAL if len(parts) > 1 else NOTHING, ref.value)
+        check_normed(terms)
+        raise Mismatch(SEVERAL if len(terms) > 1 else NOTHING, ref.value)
     norm, z = found[0]
     if ref.value.dtype is torch.float64 and norm.x.dtype is not torch.float64:
         raise Mismatch(
             "the coefficients are computed in float64 and x is not: the op would compute them in float32", ref.value
         )
-    return _affine(out, norm, z, [part for part in parts if part is not z], constants, kept)
+    others = sorted((part for part in parts if part is not z), key=lambda part: part[2] is None)
+    return _affine(out, norm, z, others, kept)
 
 
 EXPECTED = "expected sigmoid(alpha * z + bias)"
 TANH = f"tanh is applied to the logits; {EXPECTED}"
 APART = "the projection and the norm read different tensors"
-WIDTHS = "the norm is over"
 LOW_RANK = "z is a product of x and two weights, as in a low-rank gate; expected one phi"
 NOTHING = "no projection of normalised streams"
 SEVERAL = "several values are added, and not one projection of normalised streams and a bias"
+PROJECTIONS = "several projections of x, or functions of them, are added; expected one z"
 NO_BIAS = "bias does not have one element a row of phi"
+NO_Z = "z is not (x * gamma) @ phi.T * inv_rms over all n * D elements of a token, with one phi and one inv_rms"
+NO_PHI = "phi is not [m, n * D], nor its transpose, with columns in the order of x's n * D elements"
+NO_GAMMA = "gamma is not one weight that is laid out as x's n * D elements"
+NO_ROWS = "the coefficients are not laid out as [tokens, rows of phi]"
+NO_ALPHA = "alpha is not one scalar for these rows"
 UNNORMED = "x is not normalised: expected inv_rms = rsqrt(mean(x * x) + eps) as a factor of z"
-
-TWICE = (
-    "eps is added under the root and to the root: expected rsqrt(mean(x * x) + eps) or 1 / (sqrt(mean(x * x)) + eps)"
-)
-BOUNDED = "the norm is bounded below by eps: expected inv_rms = rsqrt(mean(x * x) + eps)"
-MULTIPLE = "the norm is a multiple of the root of the mean, plus eps: expected 1 / (sqrt(mean(x * x)) + eps)"
+_NORM = "expected inv_rms = rsqrt(mean(x * x) + eps) or 1 / (sqrt(mean(x * x)) + eps), of all n * D elements of a token"
+EACH_NORMED = f"each stream is normalised by itself; {_NORM}"
+BOUNDED = f"the norm is bounded below, as by F.normalize; {_NORM}"
+OTHER_NORM = f"x has another norm; {_NORM}"
 LISTED = (
     "each stream is a tensor of its own, and projection and norm are sums over these tensors; "
     "expected one tensor [..., n, D], as torch.stack makes it"
 )
-OTHER_NORMS = (TWICE, MULTIPLE, BOUNDED, LISTED)
-NO_LOGITS = (NOTHING, SEVERAL, UNNORMED, *OTHER_NORMS)
+OTHER_NORMS = (EACH_NORMED, BOUNDED, OTHER_NORM, LISTED)
+NO_LOGITS = (NOTHING, SEVERAL, PROJECTIONS, UNNORMED, BOUNDED, OTHER_NORM, LISTED)
 """Why a value is no ``alpha * z + bias`` at all, which is no near miss."""
+
+
+class _Root(NamedTuple):
+    """An inverse root of sums of squares: the tensors of the squares, over how many elements, and whether it is bounded."""
+
+    tensors: list[Value]
+    width: Size
+    bounded: bool
+
+
+_NORMS: dict[str, Callable[[list[_Root], Size], bool]] = {
+    UNNORMED: lambda roots, width: not roots,
+    EACH_NORMED: lambda roots, width: any(root.width != width for root in roots),
+    BOUNDED: lambda roots, width: any(root.bounded for root in roots),
+    OTHER_NORM: lambda roots, width: True,
+}
+"""Norms of other families, each with how it is seen: by what divides a projection over so many elements."""
+
+
+PARTS = {
+    aten.tanh.default: "tanh", aten.relu.default: "relu", aten.silu.default: "silu", aten.gelu.default: "gelu",
+    aten.softplus.default: "softplus", aten.hardsigmoid.default: "hardsigmoid", aten._softmax.default: "softmax",
+    aten.clamp.default: "clamp", aten.clamp_min.default: "clamp", aten.native_layer_norm.default: "a LayerNorm",
+    aten.div.Tensor: "a division by their sum",
+}  # fmt: skip
+"""Operations that weights of streams have in other families, in the words of near misses."""
+
+
+def family(value: Value, x: Value) -> str | None:
+    """Returns which of PARTS is the last on the way from x to weights of its streams, in a sentence, or None."""
+    for one in behind(value, lambda a: a is not x):
+        if one.func in PARTS and (one.func is not aten.div.Tensor or _is_sum(whole([*values_in(one.args)][-1]))):
+            return (
+                f"{PARTS[one.func]} is part of the weights of the streams; expected h_pre = sigmoid(alpha * z + bias)"
+            )
+    return None
+
+
+def _is_sum(ref: Ref) -> bool:
+    """Checks whether an element is a sum, plus a number or bounded by one."""
+    low = bound_below(peel(ref))
+    terms = addends(ref if low is None else low[0])[1]
+    return len(terms) == 1 and reduction(terms[0][1]) is not None
 
 
 def check_normed(terms: list[tuple[float, Ref]]) -> None:
     """Raises Mismatch if one of the terms is a projection of [..., n, D] streams without a norm, or with another."""
     for _, ref in terms:
         term = product(ref)
-        if len(term.bound) not in (1, 2):
-            continue
         width = product_of(v.size for v in term.bound)
-        for factor, exponent in term.factors:
-            shape = factor.value.shape
-            if exponent != 1 or len(shape) < 3 or not 2 <= shape[-2].factor <= MAX_STREAMS:
-                continue
-            if shape[-2].times(shape[-1]) == width:
-                reasons = [reason for f, e in term.factors if e < 0 and (reason := _other_norm(f, width)) is not None]
-                raise Mismatch(next(iter(reasons), UNNORMED), ref.value)
+        for value in (f.value for f, e in term.factors if e == 1 and len(term.bound) in (1, 2)):
+            *_, n, d = (ONE, ONE, *value.shape)
+            if len(value.shape) >= 3 and 2 <= n.factor <= MAX_STREAMS and n.times(d) == width:
+                roots, ours = _roots(ref), projection(ref) is not None
+                name = next(name for name, seen in _NORMS.items() if seen(roots, width))
+                raise Mismatch(PROJECTIONS if ours else name, ref.value)
 
 
 def check_one_tensor(terms: list[tuple[float, Ref]]) -> None:
     """Raises Mismatch if one of the terms is divided by a norm whose squares are summed over several tensors."""
     inner = [found[0] for _, ref in terms if (found := sum_factor(ref)) is not None]
     for _, ref in (*terms, *(term for each in inner for term in addends(each)[1])):
-        for factor, exponent in product(ref).factors:
-            under = _norm_addends(factor)[: MAX_STREAMS + 1] if exponent < 0 else []
-            tensors = {peel(square[0]).value for _, r in under if (square := squared(r)) is not None}
-            if 2 <= len(tensors) == len(under) <= MAX_STREAMS:
-                raise Mismatch(LISTED, ref.value)
+        if any(2 <= len({*root.tensors}) == len(root.tensors) <= MAX_STREAMS for root in _roots(ref)):
+            raise Mismatch(LISTED, ref.value)
 
 
-def _norm_addends(divisor: Ref) -> list[tuple[float, Ref]]:
-    """Returns what is added under the root of a norm, behind numbers that are added or multiplied."""
-    while True:
-        _, terms = addends(divisor)
-        inner = sum_factor(terms[0][1]) if len(terms) == 1 else None
-        root = product(terms[0][1]).factors if len(terms) == 1 and inner is None else []
-        if inner is not None:
-            divisor = inner[0]
-        elif len(root) == 1 and root[0][1] == 0.5:
-            divisor = root[0][0]
-        else:
-            return terms
+def _roots(ref: Ref) -> list[_Root]:
+    """Returns each norm, the op's or another, that divides a product."""
+    return [root for f, e in product(ref).factors if e < 0 and (root := _root(f, e)) is not None]
 
 
-def _other_norm(divisor: Ref, width: Size) -> str | None:
-    """Returns how the divisor of a norm differs from those of the op, None for no norm; ``width`` is the projection's."""
-    low = bound_below(divisor)
-    eps, terms = addends(divisor if low is None else low[0])
-    if len(terms) != 1:
+def _root(factor: Ref, exponent: float) -> _Root | None:
+    """Returns a power of ``factor`` that is an inverse root of a sum of squares, None for anything else.
+
+    Numbers may be added under and to the root, or bound them; nothing else is.
+    """
+    low = bound_below(factor)
+    eps, terms = addends(factor if low is None else low[0])
+    found = [square for _, ref in terms if (square := squared(ref)) is not None]
+    if eps < 0 or not terms:
         return None
-    factors = product(terms[0][1]).factors
-    root = len(factors) == 1 and factors[0][1] == 0.5 and squared(factors[0][0]) is not None
-    if low is not None:
-        return BOUNDED if root or squared(terms[0][1]) is not None else None
-    if root and eps > 0:
-        norm = norm_of(divisor, -1.0)
-        narrow = norm is not None and Size(norm.width) != width and not width.symbols
-        return (
-            f"{WIDTHS} {norm.width} elements of x, the projection over {width.factor}" if norm and narrow else MULTIPLE
-        )
-    inner = addends(factors[0][0]) if len(factors) == 1 and factors[0][1] == 0.5 and eps > 0 else (0.0, [])
-    return TWICE if inner[0] > 0 and len(inner[1]) == 1 and squared(inner[1][0][1]) is not None else None
+    if len(found) == len(terms):
+        width = product_of(v.size for v in found[0][2])
+        return _Root([peel(v).value for v, *_ in found], width, low is not None) if exponent == -0.5 else None
+    below = product(terms[0][1]).factors if len(terms) == 1 else []
+    inside = len(below) == 1 and below[0] != (terms[0][1], 1.0)
+    root = _root(below[0][0], exponent * below[0][1]) if inside else None
+    return root._replace(bounded=root.bounded or low is not None) if root is not None else None
 
 
-def _affine(
-    out: Ref, norm: Norm, part: _Part, others: list[_Part], constants: list[tuple[float, list[Ref]]], kept: Kept
-) -> Affine:
+def _affine(out: Ref, norm: Norm, part: _Part, others: list[_Part], kept: Kept) -> Affine:
     number, factors, z = part
+    assert z is not None
     term = kept.product(z)
     tokens, feature, width, scale = _projected(norm, z, term)
     phi, gammas, alphas = _weights(norm, z, term, tokens)
     total = product_of(out.value.shape)
     per_token = total.over(norm.count) if norm.count.factor else None
-    if per_token is None or per_token.symbols:
-        raise Mismatch("the coefficients do not have a fixed number of rows a token", out.value)
     piece, form = _phi(phi, feature, width)
-    transposed = _transposed(out, tokens.times(per_token), form)
+    if per_token is None or per_token.symbols or out.flat != tokens.times(per_token).plus(form):
+        raise Mismatch(NO_ROWS, out.value)
     if len(gammas) > 1:
-        raise Mismatch(f"{len(gammas)} weights over x's elements; expected one gamma", gammas[1].value)
+        raise Mismatch(NO_GAMMA, gammas[1].value)
     gamma = _gamma(gammas[0], feature, width) if gammas else None
     rows = per_token.factor
     alpha = number * scale, tuple(map(_alpha, (*factors, *alphas)))
-    bias = [(weight, (*map(_alpha, by), _bias(t, form, rows))) for weight, by, t in others]
-    bias += [(constant, tuple(map(_alpha, by))) for constant, by in constants]
-    found = Affine(norm, dataclasses.replace(piece, rows=rows), gamma, alpha, tuple(bias), rows, transposed)
+    bias = [
+        (weight, (*map(_alpha, by), *([_bias(t, form, rows)] if t is not None else []))) for weight, by, t in others
+    ]
+    found = Affine(norm, dataclasses.replace(piece, rows=rows), gamma, alpha, tuple(bias), rows)
     for weight in found.weights:
         size = product_of(weight.value.shape)
         if size.symbols:
@@ -303,17 +327,15 @@ def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float
     roots = [(f, e) for f, e in term.factors if _is_root(f, e)]
     if len(streams) != 1:
         raise Mismatch(APART, z.value)
-    if len(roots) != 1:
-        raise Mismatch(f"{len(roots)} norm factors; expected one inv_rms", z.value)
-    if not {v for v in term.bound if v.size != ONE} <= streams[0].flat.variables():
+    if len(roots) == 1 and not {v for v in term.bound if v.size != ONE} <= streams[0].flat.variables():
         raise Mismatch(LOW_RANK, z.value)
     covered = covers(streams[0].flat, term.bound)
-    again = norm_of(*roots[0])
+    again = norm_of(*roots[0]) if len(roots) == 1 else None
     if covered is None or again is None or again.x is not norm.x:
-        raise Mismatch("the projection does not run over all n * D elements of x", z.value)
+        raise Mismatch(NO_Z, z.value)
     tokens, feature, width = covered
     if width != again.width or again.tokens != tokens:
-        raise Mismatch(f"{WIDTHS} {again.width} elements of x, the projection over {width}", z.value)
+        raise Mismatch(EACH_NORMED, z.value)
     return tokens, feature, width, term.coef * again.scale
 
 
@@ -332,60 +354,34 @@ def _weights(norm: Norm, z: Ref, term: Term, tokens: Index) -> tuple[Ref, list[R
             continue
         seen = factor.flat.variables()
         if exponent != 1.0 or seen & tokens.variables():
-            raise Mismatch("the projection has a further factor; expected (x * gamma) @ phi.T * inv_rms", factor.value)
+            raise Mismatch(NO_Z, factor.value)
         over = seen & bound
         (phis if over and seen - over else gammas if over else alphas).append(factor)
     if len(phis) != 1:
-        raise Mismatch(f"{len(phis)} weights with rows and columns; expected one phi", z.value)
+        raise Mismatch(NO_Z, z.value)
     return phis[0], gammas, alphas
-
-
-def _transposed(out: Ref, base: Index, form: Index) -> bool:
-    """Checks whether the coefficients are phi's rows transposed. Raises Mismatch where they are not its rows at all."""
-    if out.flat == base.plus(form):
-        return False
-    turned = _turned(form)
-    if turned is None or out.flat != base.plus(turned):
-        raise Mismatch("the coefficients are not laid out as [tokens, rows of phi]", out.value)
-    return True
 
 
 def _alpha(ref: Ref) -> Piece:
     at = ref.flat.constant
     if at is None:
-        raise Mismatch("alpha is not one scalar for these rows", ref.value)
+        raise Mismatch(NO_ALPHA, ref.value)
     return Piece(ref.value, at, 1)
-
-
-def _turned(form: Index) -> Index | None:
-    """Returns ``n * j + i`` for ``n * i + j``, None for any other index."""
-    if len(form.terms) != 2 or None in form.terms:
-        return None
-    (a, ca), (b, cb) = form.terms.items()
-    return Index({a: cb, b: ca})
 
 
 def _phi(phi: Ref, feature: Index, width: int) -> tuple[Piece, Index]:
     """Returns phi's rows as a Piece without its length, and the index of the row of an element. Raises Mismatch."""
     over = {a: c for a, c in phi.flat.terms.items() if a in feature.terms}
-    others = {a: c for a, c in phi.flat.terms.items() if a not in feature.terms}
     steps = {over[a].over(c) for a, c in feature.terms.items() if a in over}
-    if set(over) != set(feature.terms) or len(steps) != 1 or (step := steps.pop()) is None:
-        raise Mismatch("phi's columns are not in the order of x's n * D elements", phi.value)
+    step = steps.pop() if set(over) == set(feature.terms) and len(steps) == 1 else None
     columns = step != ONE
-    unit = ONE if columns else Size(width)
-    form, start = {}, 0
-    for atom, c in others.items():
-        per = c.over(unit)
-        if per is None or per.symbols:
-            raise Mismatch("phi is not [m, n * D], nor its transpose", phi.value)
-        if atom is None:
-            start = per.factor
-        else:
-            form[atom] = per
-    if columns and product_of(phi.value.shape) != step.times(Size(width)):
-        raise Mismatch("phi is not [m, n * D], nor its transpose", phi.value)
-    return Piece(phi.value, start, 0, columns), Index(form)
+    rows = {a: c.over(ONE if columns else Size(width)) for a, c in phi.flat.terms.items() if a not in feature.terms}
+    form = {a: per for a, per in rows.items() if per is not None}
+    start = form.pop(None, Size(0))
+    whole = not columns or (step is not None and product_of(phi.value.shape) == step.times(Size(width)))
+    if step is None or not whole or None in rows.values() or any(per.symbols for per in (start, *form.values())):
+        raise Mismatch(NO_PHI, phi.value)
+    return Piece(phi.value, start.factor, 0, columns), Index(form)
 
 
 def _gamma(gamma: Ref, feature: Index, width: int) -> Piece:
@@ -395,7 +391,7 @@ def _gamma(gamma: Ref, feature: Index, width: int) -> Piece:
     low = {a: c for a, c in feature.terms.items() if c != size and size.over(c) is not None}
     if size.factor and not size.symbols and width % size.factor == 0 and gamma.flat == Index(low):
         return Piece(gamma.value, 0, size.factor)
-    raise Mismatch("gamma is not laid out as x's n * D elements", gamma.value)
+    raise Mismatch(NO_GAMMA, gamma.value)
 
 
 def _bias(ref: Ref, form: Index, rows: int) -> Piece:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -15,25 +15,41 @@ from mhc_inductor.routing.edit import node_of
 from mhc_inductor.routing.graph.expressions import VIEWS, aten, contraction, is_cast, whole
 from mhc_inductor.routing.graph.expressions import chain as chain_of
 from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, product_of
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, reached
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc import mixing
-from mhc_inductor.routing.operators.mhc.formula import NOTHING, Coefficient, square_matrices
+from mhc_inductor.routing.operators.mhc.formula import NOTHING, PARTS, Affine, Coefficient, family, square_matrices
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, Post, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.mixing import Known
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm
-from mhc_inductor.routing.operators.mhc.residual import LIGHT, Residual
-from mhc_inductor.routing.operators.mhc.static import PARTS, family
+from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, last_of
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.mhc.search import Search
 
 FEW = MAX_STREAMS * (MAX_STREAMS + 2)
 """The most rows that coefficients may have: n + n + n * n with n = MAX_STREAMS."""
+_LIGHT = {
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.pow.Tensor_Scalar,
+    aten.rsqrt.default,
+    aten.sqrt.default,
+    aten.reciprocal.default,
+    aten.add.Tensor,
+    aten.add.Scalar,
+}
+"""Elementwise operations that the search passes in tensors as large as the streams."""
 _SEVERAL_WEIGHTS = (
     "{} weights a stream come out of one sigmoid, as where streams are split into fractions or a matrix collapses them; "
     "expected one weight a stream"
+)
+_UNFIT = (
+    "h_pre is {:g} * sigmoid(alpha * z + bias) + {:g}; expected sigmoid(alpha * z + bias) + hc_eps with hc_eps >= 0, "
+    "and an h_post where other streams are collapsed"
 )
 _NO_POST = "no h_post = post_mult * sigmoid(alpha * z + bias) next to h_pre and h_res"
 
@@ -57,17 +73,23 @@ def of_streams(norm: Norm) -> bool:
 
 def streams_behind(value: Value) -> Norm | None:
     """Returns the norm, over all streams of a token, whose projection is an addend of ``value``; None without one."""
-    return mhc.norm_behind(value, of_streams)
+    return mhc.norm_behind(value, fits=of_streams)
 
 
-def gate_of_streams(value: Value) -> tuple[Norm, str] | None:
-    """Returns (norm, reason) where another function than a sigmoid is taken of a projection of streams, or None."""
+def gate_of_streams(value: Value) -> Norm | None:
+    """Returns the norm where another function than a sigmoid is taken of a projection of streams, or None."""
     if value.func not in PARTS or value.func is aten.div.Tensor or not value.shape or value.shape[-1].factor > FEW:
         return None
     norm = streams_behind(value.args[0])
     if norm is None or product_of(value.shape) == norm.count.times(Size(rows_of(norm) ** 2)):
         return None  # a matrix, of which Sinkhorn iterations take a softmax
-    return norm, f"{PARTS[value.func]} is applied to the logits; {mhc.EXPECTED}"
+    return norm
+
+
+def applied(value: Value) -> str:
+    """Returns what a near miss says of a function of the logits that is no sigmoid."""
+    name = PARTS.get(value.func) or getattr(value.func, "overloadpacket", value.func).__name__
+    return f"{name} is applied to the logits; {mhc.EXPECTED}"
 
 
 class Group:
@@ -100,7 +122,7 @@ class Group:
         self._choose_post(pre)
         start = node_of(self.norm.x)
         try:
-            Residual(self, pre).choose(search.reached([start], self._near, 1500))
+            _Residual(self, pre).choose(search.reached([start], self._near, 1500))
             for per, mismatch in self.failed:
                 if per == pre.n:
                     raise mismatch
@@ -141,7 +163,7 @@ class Group:
 
     def _one_a_stream(self, n: int) -> dict[Value, Coefficient]:
         """Returns the coefficients of n rows a token, in the order of phi's rows: those that may weigh streams."""
-        return {v: c for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
+        return {v: c for v, c in self.coefficients.items() if c.affine.rows == n}
 
     # --- neighbourhoods ---
 
@@ -159,7 +181,7 @@ class Group:
         value = self.view.values.of(node)
         if not isinstance(value, Value):
             return isinstance(value, tuple)
-        if value.func in LIGHT or value.func in VIEWS or is_cast(value):
+        if value.func in _LIGHT or value.func in VIEWS or is_cast(value):
             return True
         contracted = contraction(whole(value)) if value.shape else None
         return contracted is not None and contracted[2].size == ONE  # an outer product
@@ -196,31 +218,32 @@ class Group:
         """Checks whether a mismatch is of a projection of other streams, with a norm of their own."""
         if mismatch.reason != mhc.APART or mismatch.value is None:
             return False
-        norm = mhc.norm_behind(mismatch.value, mhc.any_norm)
+        norm = mhc.norm_behind(mismatch.value)
         return norm is not None and norm.x is not self.norm.x
 
-    def _collapse(self, nodes: Iterable[fx.Node], reasons: list[Mismatch]) -> Pre | None:
-        norm = self.norm
-        weights: dict[int, set[Value]] = {}
+    def _collapse(self, nodes: list[fx.Node], reasons: list[Mismatch]) -> Pre | None:
+        """Returns the first collapse of x by some of the coefficients, or None; adds why others are none."""
+        weights: dict[int, list[Value]] = {}
         for weight, c in self.coefficients.items():
-            weights.setdefault(c.affine.rows, set()).add(weight)
-        known = {n: Known(Kept(norm.x, each), each) for n, each in weights.items()}
-        for node in nodes:
-            per, value = self.per_token(node), self.view.value(node)
-            if not per or value is None or norm.width % per:
-                continue
-            n = norm.width // per
-            if n not in known or not 2 <= n <= MAX_STREAMS:
-                continue
-            try:
-                use = mixing.collapse(value, n, per, known[n])
-            except Mismatch as mismatch:
-                reasons.append(mismatch)
-                continue
-            except Unsupported:
-                continue
-            return Pre(norm, n, self.coefficients[use.weight], value)
+            weights.setdefault(c.affine.rows, []).append(weight)
+        for n, each in weights.items():
+            known = Known(Kept(self.norm.x, each), each)
+            for use in self._sums(nodes, n, known, reasons) if 2 <= n <= MAX_STREAMS else ():
+                return Pre(self.norm, n, self.coefficients[use.weight], use.h_in)
         return None
+
+    def _sums(self, nodes: Iterable[fx.Node], n: int, known: Known, reasons: list[Mismatch]) -> Iterator[CollapseUse]:
+        """Yields those of the nodes that are weighted sums of n streams; adds why others are none."""
+        d = Size(self.norm.width).over(Size(n))
+        for node in nodes:
+            value = self.view.value(node)
+            if d is not None and value is not None and self.per_token(node) == d.factor:
+                try:
+                    yield mixing.collapse(value, n, d.factor, known)
+                except Mismatch as mismatch:
+                    reasons.append(mismatch)
+                except Unsupported:
+                    continue
 
     def _coefficients_alone(self) -> Pre | None:
         """Returns the coefficients where h_pre collapses other streams than x, as in a single pass, or None."""
@@ -271,17 +294,12 @@ class Group:
     ) -> list[CollapseUse]:
         """Returns the collapses after ``starts`` that no other formula has, without what reads one of them."""
         known = {use.h_in for use in (*self.search.found, *self.uses) if isinstance(use, CollapseUse)}
-        found = []
-        for node in self.search.reached(starts, self._near, 600):
-            value = self.view.value(node)
-            if value is None or self.per_token(node) != self.norm.width // n:
-                continue
-            if known.isdisjoint(r.value for r in chain_of(whole(value))):
-                with contextlib.suppress(Unsupported, Mismatch):
-                    use = mixing.collapse(value, n, self.norm.width // n, Known(weights=weights))
-                    if x is None or use.x is x:
-                        found.append(use)
-                        known.add(value)
+        found, nodes = [], self.search.reached(starts, self._near, 600)
+        for use in self._sums(nodes, n, Known(weights=weights), []) if n else ():
+            again = not known.isdisjoint(r.value for r in chain_of(whole(use.h_in)))
+            if not again and (x is None or use.x is x):
+                found.append(use)
+                known.add(use.h_in)
         return found
 
     def _choose_post(self, pre: Pre) -> None:
@@ -316,14 +334,14 @@ class Group:
         """
         start = self.view.value(self.seeds[0])
         assert start is not None
-        narrow = next((m for m in reasons if m.reason.startswith(mhc.WIDTHS)), None)
+        narrow = next((m for m in reasons if m.reason == mhc.EACH_NORMED), None)
         if narrow is not None:  # each stream is normalised by itself
             self.search.miss("mhc_pre", narrow, start)
             return
         if not self._streams():
             return
         mismatch = self._several_weights() or next(iter(reasons), None) or self._other_gate()
-        why = mismatch or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
+        why = mismatch or Mismatch(mixing.COLLAPSE)
         if why.reason == mixing.OTHER_WEIGHTS and why.value is not None:
             why = Mismatch(family(why.value, self.norm.x) or why.reason, why.value)
         self.search.miss("mhc_pre", why, start)
@@ -365,11 +383,11 @@ class Group:
         known, n = {*map(node_of, self.coefficients)}, rows_of(self.norm)
         for node in self.search.reached([node_of(self.norm.x)], self._near, 600):
             value = self.view.value(node) if node not in known else None
-            gate = gate_of_streams(value) if value is not None else None
+            norm = gate_of_streams(value) if value is not None else None
             # A tanh may be part of a sigmoid.
-            mine = gate is not None and gate[0].x is self.norm.x and self.per_token(node) in (n, self.few)
-            if gate is not None and mine and not (self.coefficients and node in self.seeds):
-                return Mismatch(gate[1], value)
+            mine = norm is not None and norm.x is self.norm.x and self.per_token(node) in (n, self.few)
+            if value is not None and mine and not (self.coefficients and node in self.seeds):
+                return Mismatch(applied(value), value)
         return None
 
     # --- expand and mix ---
@@ -383,7 +401,7 @@ class Group:
         if found is not None:
             self.search.found.append(PostUse(pre, *found))
         elif self.search.cut is not None or self._multiplies(pre.posts, pre.n):
-            self.search.miss("mhc_post", Mismatch("no sum of h_post[o] * f_out and mixed streams"), pre.posts[0])
+            self.search.miss("mhc_post", Mismatch(mixing.EXPAND), pre.posts[0])
 
     def _lone_post(self) -> bool:
         """Finds an expand-and-mix of streams that no routed pre collapses. Returns whether there is one."""
@@ -416,8 +434,7 @@ class Group:
             if value is None or per not in (norm.width, d):
                 continue
             try:
-                whole_x = per == norm.width
-                at, found = (None, mixing.post(value, n, d, known)) if whole_x else mixing.stream(value, n, d, known)
+                at, found = mixing.post(value, n, d, known, apart=per != norm.width)
             except Unsupported:
                 continue
             if not isinstance(found, Post):
@@ -455,21 +472,110 @@ class Group:
         return matrices if h_res is None else (matrices - behind.get(h_res, set())) | {h_res}
 
 
+class _Residual:
+    """Chooses the logits h_res of a pre and the Sinkhorn iterations on them."""
+
+    def __init__(self, group: Group, pre: Pre) -> None:
+        self.group = group
+        self.view = group.view
+        self.pre = pre
+        self.chains: list[tuple[Value, Chain]] = []
+        self._asked: dict[Value, Affine | None] = {}
+
+    def choose(self, nodes: Iterable[fx.Node]) -> None:
+        """Fills in the logits and the Sinkhorn iterations of the pre. Raises Mismatch."""
+        pre, almost = self.pre, self._collect(nodes)
+        logits = {value: affine for value, affine in self._asked.items() if affine is not None}
+        if not logits:
+            if almost is not None:
+                raise almost
+            return
+        rows = [v for v in logits if len(v.shape) >= 2 and v.shape[-1] == Size(pre.n)]
+        start = next(iter([chain.logits for _, chain in self.chains] or rows or logits))
+        pre.res, pre.h_res = logits[start], start
+        pre.steps += [v for v, _ in self.chains]
+        try:
+            last = last_of(self.chains)
+        except Mismatch as mismatch:
+            pre.foreign = pre.foreign or mismatch
+        if pre.foreign is None and last:
+            pre.mixed, pre.chain = last[0]
+            pre.fold = not pre.chain.transposed and self._only_through(start, pre.mixed)
+
+    def _collect(self, nodes: Iterable[fx.Node]) -> Mismatch | None:
+        """Finds logits and iterations. Returns the mismatch of the last value that almost is the logits, or None."""
+        # Every value on the way to the logits almost matches, so only the last mismatch is worth reporting.
+        almost: Mismatch | None = None
+        for node in nodes:
+            value = self.view.value(node)
+            if value is None or self.group.per_token(node) != self.pre.n**2 or self._in_iterations(value):
+                continue
+            if value.func in _LIGHT or value.func in VIEWS or is_cast(value):
+                try:
+                    self._logits(value)
+                except Mismatch as mismatch:
+                    almost = mismatch if square_matrices(value) else almost
+        return almost
+
+    def _in_iterations(self, value: Value) -> bool:
+        """Checks whether ``value`` is a matrix of Sinkhorn iterations; keeps it if these are on the logits."""
+        pre, group = self.pre, self.group.search.chains.group(value)
+        if group is None or value not in group.after or value.shape[-1].factor != pre.n:
+            return False
+        chain = group.chains.get(value)
+        if group.miss is not None:
+            pre.foreign = pre.foreign or group.miss
+            pre.steps.append(value)
+        elif chain is not None:
+            with contextlib.suppress(Mismatch):  # iterations of something else, such as logits minus their maximum
+                self.chains += [(value, chain)] if self._logits(chain.logits) is not None else []
+        return True
+
+    def _logits(self, value: Value) -> Affine | None:
+        """Returns ``value`` as logits of the pre, None where it is something else. Raises Mismatch when first asked."""
+        if value not in self._asked:
+            self._asked[value] = None
+            self._asked[value] = self._affine(value)
+        return self._asked[value]
+
+    def _affine(self, value: Value) -> Affine | None:
+        mine, n, kept = self.pre.pre.affine, self.pre.n, self.group.kept
+        if value.node is None or mhc.norm_behind(value, kept) is None:
+            return None
+        try:
+            found = mhc.affine(whole(value), whole(value), kept)
+        except Unsupported:
+            return None
+        except Mismatch as mismatch:
+            if mismatch.reason not in mhc.NO_LOGITS:
+                raise
+            return None
+        # Skip z and alpha * z on the way to the logits, unless h_pre has no bias or no alpha either.
+        alike = (not found.alpha[1], not found.bias) == (not mine.alpha[1], not mine.bias)
+        others = found.phi.value is mine.phi.value and found.phi.start != 2 * n and n == 2
+        return found if found.key == mine.key and found.rows == n**2 and alike and not others else None
+
+    def _only_through(self, start: Value, end: Value) -> bool:
+        """Checks whether every use of ``start`` goes through ``end``."""
+        order, last = self.view.order, node_of(end)
+
+        def readers(node: fx.Node) -> list[fx.Node]:
+            early = order[node] < order[last]
+            return [user for user in node.users if user is not last and user in self.view.live] if early else []
+
+        return all(order[node] < order[last] for node in reached([node_of(start)], readers))
+
+
 def _piece(c: Coefficient) -> tuple[Value, int, float, float]:
     """Returns what two values that are one coefficient have in common."""
     return *c.affine.rows_at, c.mult, c.add
 
 
 def _unfit(pre: Pre) -> Mismatch | None:
-    """Returns why the op cannot give h_pre: it is scaled, transposed, has hc_eps < 0 or no h_post next to it; or None."""
-    if pre.h_in is None and pre.post is None:
-        return Mismatch("h_pre collapses other streams and has no h_post", pre.collapsed)
-    if pre.pre.mult != 1.0 and pre.pre.tanh:
+    """Returns why the op cannot give h_pre, or None."""
+    found = pre.pre
+    if found.mult != 1.0 and found.tanh:
         return Mismatch(mhc.TANH, pre.collapsed)
-    if pre.pre.mult != 1.0:
-        return Mismatch(f"h_pre is scaled by {pre.pre.mult:g}", pre.collapsed)
-    if pre.pre.add < 0.0:
-        return Mismatch(f"{pre.pre.add:g} is added to h_pre; expected hc_eps >= 0", pre.collapsed)
-    if pre.pre.affine.transposed:
-        return Mismatch("h_pre is not in the order of phi's rows", pre.collapsed)
+    if found.mult != 1.0 or found.add < 0.0 or (pre.h_in is None and pre.post is None):
+        return Mismatch(_UNFIT.format(found.mult, found.add), pre.collapsed)
     return None

@@ -7,7 +7,7 @@ Their coefficients are those of a norm's formula, or come from elsewhere: parame
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from typing import NamedTuple
 
 from mhc_inductor.ops.checks import MAX_STREAMS, MIN_WIDTH
@@ -47,10 +47,8 @@ SUMS = (aten.add.Tensor, aten.sub.Tensor, *_JOINS)
 _MOST = MAX_STREAMS + 2
 """The most addends of a stream that are examined: h_post * f_out, a bias of it, and one per stream where the mix is a sum."""
 OTHER_WEIGHTS = "x's streams are summed with other weights than those of the formula"
-_NOT_SUMMED = "x's streams are not summed over: expected h_in[d] = sum_i h_pre[i] * x[i, d]"
-_SCALED = "the sum of streams is scaled by {:g}"
-_UNLIKE = "the streams of x_out are not all made in the same way"
-_EXPECTED = "expected x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i] and nothing else"
+COLLAPSE = "h_pre does not collapse x: expected h_in[d] = sum_i h_pre[i] * x[i, d]"
+EXPAND = "expected x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i] and nothing else"
 WIDER = (
     "the streams are mixed by part of a larger tensor, as in hyper-connections with static or tanh weights; "
     "expected a matrix [..., n, n]"
@@ -339,66 +337,45 @@ def _frame(value: Value, n: int, d: int, known: Known, stream: Index, dim: int |
 def collapse(value: Value, n: int, d: int, known: Known) -> CollapseUse:
     """Returns ``value[d] = sum_i weight[i] * x[i, d]`` as a collapse of n streams. Raises Mismatch and Unsupported."""
     if _columns(value, d) is None or (known.kept is None and d < MIN_WIDTH):
-        raise Mismatch(NOTHING, value)
+        raise Mismatch(COLLAPSE, value)
     frame, found = _frame(value, n, d, known, const(0)), []
     for sign, ref in terms_of(frame.out, known.stop):
         number, pair = scaled(ref)
         one = frame.weighted(pair, n, lambda i: i)
-        if one is None:
-            raise Mismatch(OTHER_WEIGHTS if frame.misweighted(pair) else NOTHING, ref.value)
-        if sign * number != 1.0:
-            raise Mismatch(_SCALED.format(sign * number), ref.value)
+        if one is None or sign * number != 1.0:
+            raise Mismatch(OTHER_WEIGHTS if one is None and frame.misweighted(pair) else COLLAPSE, ref.value)
         found.append(one)
     total = _one_sum(found, n)
     if total is None or total.weight is None:
-        raise Mismatch(_NOT_SUMMED, value)
+        raise Mismatch(COLLAPSE, value)
     return CollapseUse(n, d, total.weight, total.x, total.dim, value)
 
 
 # --- expand and mix ---
 
 
-def post(value: Value, n: int, d: int, known: Known) -> Post | Mismatch:
+def post(value: Value, n: int, d: int, known: Known, apart: bool = False) -> tuple[int | None, Post | Mismatch]:
     """Returns ``value`` as an expand-and-mix of n streams, or why it is none. Raises Unsupported.
 
-    All its streams may have one expression, or each its own, as in a stack.
+    All its streams may have one expression, or each its own, as in a stack. If streams are tensors of their own
+    (``apart``), it is one of them: then its place comes first.
     """
-    misses = [Mismatch(NOTHING, value)]
-    for dim in _stream_dims(value, n, d):
-        for streams in ([var(Var(Size(n)))], [*map(const, range(n))]):
-            found = _alike(value, (_frame(value, n, d, known, o, dim) for o in streams))
-            if isinstance(found, Post):
-                return found
-            misses.append(found)
-    return _nearest(misses)
-
-
-def stream(value: Value, n: int, d: int, known: Known) -> tuple[int, Post | Mismatch]:
-    """Returns which stream of x_out ``value`` is, as a tensor of its own, and the expand-and-mix or why it is none.
-
-    Raises Unsupported.
-    """
-    misses = [Mismatch(NOTHING, value)]
-    for o in range(n) if _columns(value, d) is not None else ():
-        found = _alike(value, [_frame(value, n, d, known, const(o))])
-        if isinstance(found, Post):
-            return o, found
-        misses.append(found)
-    return 0, _nearest(misses)
-
-
-def _alike(value: Value, frames: Iterable[_Frame]) -> Post | Mismatch:
-    """Returns the one expand-and-mix that all ``frames`` of a value are of, or why there is none."""
-    try:
-        each = {_post(frame) for frame in frames}
-    except Mismatch as mismatch:
-        return mismatch
-    return each.pop() if len(each) == 1 else Mismatch(_UNLIKE, value)
-
-
-def _nearest(misses: list[Mismatch]) -> Mismatch:
-    """Returns the first mismatch of something that expands or mixes streams, or the first one."""
-    return next((miss for miss in misses if miss.reason != NOTHING), misses[0])
+    every: list[Index] = [*map(const, range(n))]
+    ways: list[tuple[int | None, int | None, list[Index]]]
+    if apart:
+        ways = [(o, None, [at]) for o, at in enumerate(every)] if _columns(value, d) is not None else []
+    else:
+        ways = [(None, dim, each) for dim in _stream_dims(value, n, d) for each in ([var(Var(Size(n)))], every)]
+    why = Mismatch(NOTHING, value)
+    for place, dim, streams in ways:
+        try:
+            found = {_post(_frame(value, n, d, known, at, dim)) for at in streams}
+        except Mismatch as mismatch:
+            why = mismatch if why.reason == NOTHING else why
+            continue
+        if len(found) == 1:
+            return place, found.pop()
+    return None, why
 
 
 def given_post(value: Value, sums: Container[Value]) -> Post | None:
@@ -416,10 +393,10 @@ def given_post(value: Value, sums: Container[Value]) -> Post | None:
         sizes |= {len(t.value.args[0]) for t in terms if t.value.func in _JOINS}
         for n in sorted(size for size in sizes if 2 <= size <= MAX_STREAMS):
             for d in (last.factor, last.factor // n):
-                found = post(value, n, d, Known(sums)) if d > n and d >= MIN_WIDTH else None
+                found = post(value, n, d, Known(sums))[1] if d > n and d >= MIN_WIDTH else None
                 if isinstance(found, Post):
                     return found
-                if found is not None and found.reason not in (NOTHING, _UNLIKE):
+                if found is not None and found.reason != NOTHING:
                     raise found
     except Unsupported:
         pass
@@ -431,19 +408,15 @@ def _post(frame: _Frame) -> Post:
     terms = terms_of(frame.out, frame.known.stop)
     outer: list[_Expanded] = []
     mixes: list[tuple[int, set[_Weighted]]] = []
-    why = list[str]()
     for sign, ref in terms if len(terms) > 1 else ():
         number, pair = scaled(ref)
+        if sign * number != 1.0:
+            continue
         # One stream of x times its element of R also looks like h_post * f_out, so try the mix first.
-        mixed, scale = frame.mixed(ref, pair), sign * number
-        one = frame.expanded(pair) if mixed is None and scale == 1.0 else None
-        if mixed is not None:
-            mixes += [mixed] * (scale == 1.0)
-            why += [_SCALED.format(scale)] * (scale != 1.0)
-        elif one is not None:
-            outer.append(one)
-        elif frame.misweighted(pair):
-            why.append(OTHER_WEIGHTS)
+        mixed = frame.mixed(ref, pair)
+        one = frame.expanded(pair) if mixed is None else None
+        mixes += [mixed] if mixed is not None else []
+        outer += [one] if one is not None else []
     # h_post may multiply a bias of the sublayer, a vector, in an addend of its own.
     own = next((k for k, each in enumerate(outer) if each.vector is None), 0)
     f_out = outer[own].f_out if outer else None
@@ -451,35 +424,32 @@ def _post(frame: _Frame) -> Post:
     mix, alike = _one_sum(mixes, frame.n), len({each.element for each in outer}) == 1
     fits = alike and len(outer) + len(mixes) == len(terms) and len(added) + 1 == len(outer)
     if mix is None or f_out is None or not fits:
-        reason = _misfit(frame, [ref for _, ref in terms], f_out is not None, bool(mixes), why)
-        raise Mismatch(reason, frame.out.value)
+        raise Mismatch(_misfit(frame, [ref for _, ref in terms], f_out is not None, bool(mixes)), frame.out.value)
     n, width, h_post = frame.n, frame.n * frame.d, outer[0].h_post
     return Post(mix.x, h_post, f_out, mix.weight, bool(mix.place), n, width, tuple(added), frame.dim, mix.dim)
 
 
-def _misfit(frame: _Frame, terms: list[Ref], expands: bool, mixes: bool, why: list[str]) -> str:
-    """Returns why a sum is no expand-and-mix: NOTHING where it does not expand and mix streams at all.
-
-    ``why`` has reasons of single terms.
-    """
+def _misfit(frame: _Frame, terms: list[Ref], expands: bool, mixes: bool) -> str:
+    """Returns why a sum is no expand-and-mix: NOTHING where it does not expand and mix streams at all."""
     posts, stop = frame.known.posts, frame.known.stop
     if posts is None:
         if expands and mixes:
-            return _EXPECTED
+            return EXPAND
         return WIDER if expands and any(map(frame.wider, terms)) else NOTHING
     pairs = [(found.a, found.b) if (found := scaled(ref)[1]) is not None else () for ref in terms]
     weighted = [any(r.value in posts for side in pair for r in chain(side, stop)) for pair in pairs]
-    return [*why, _EXPECTED][0] if any(weighted) and not all(weighted) else NOTHING
+    return EXPAND if any(weighted) and not all(weighted) else NOTHING
 
 
-def residual_of(value: Value) -> tuple[Value, int] | None:
-    """Returns (x, n) of ``x + h_post[o] * f_out`` with streams x [..., n, D], or None. Raises Unsupported."""
+def residual_of(value: Value) -> Post | None:
+    """Returns ``x + h_post[o] * f_out`` with streams x [..., n, D], or None. Raises Unsupported."""
     *_, n, d = (Size(0), Size(0), *value.shape)
     if n.symbols or not 2 <= n.factor <= MAX_STREAMS:
         return None
     frame = _frame(value, n.factor, d.factor, Known(), var(Var(n)), len(value.shape) - 2)
     terms = [ref for _, ref in terms_of(frame.out, ())]
     plain = [ref.value for ref in terms if factors(ref) is None and ref.value.shape == value.shape]
-    written = any((one := frame.expanded(factors(ref))) is not None and one.f_out is not None for ref in terms)
-    residual = written and len(terms) == 2 and len(plain) == 1 and plain[0].node is not None
-    return (plain[0], n.factor) if residual else None
+    written = [one for ref in terms if (one := frame.expanded(factors(ref))) is not None and one.f_out is not None]
+    if len(terms) != 2 or len(plain) != 1 or len(written) != 1 or plain[0].node is None or written[0].f_out is None:
+        return None
+    return Post(plain[0], written[0].h_post, written[0].f_out, None, False, n.factor, n.factor * d.factor)

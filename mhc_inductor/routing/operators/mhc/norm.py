@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Collection
@@ -86,41 +87,35 @@ def norm_of(factor: Ref, exponent: float) -> Norm | None:
     It is ``mean(v * v) + eps`` to the power of -1/2, or ``sqrt(mean(v * v)) + eps`` to that of -1.
     """
     form = {-0.5: _inside, -1.0: _outside}.get(exponent)
-    return form(factor) if form is not None else None
+    with contextlib.suppress(Unsupported):
+        return form(factor) if form is not None else None
+    return None
 
 
 def _outside(divisor: Ref) -> Norm | None:
-    """Returns the norm whose ``sqrt(mean(v * v)) + eps`` is ``divisor``, or None."""
-    try:
-        eps, terms = addends(divisor)
-        term = product(terms[0][1]) if len(terms) == 1 and terms[0][0] > 0 and eps > 0 else None
-        if term is None or term.coef <= 0 or term.bound or [e for _, e in term.factors] != [0.5]:
-            return None
-        norm = _inside(term.factors[0][0])
-        if norm is None or norm.eps != 0.0:
-            return None
-        # The divisor is (sqrt(mean(v * v)) + eps * scale) / scale.
-        scale = norm.scale / (terms[0][0] * term.coef)
-        return dataclasses.replace(norm, eps=eps * scale, scale=scale, form="outside")
-    except Unsupported:
+    """Returns the norm whose ``sqrt(mean(v * v)) + eps`` is ``divisor``, or None. Raises Unsupported."""
+    eps, terms = addends(divisor)
+    term = product(terms[0][1]) if len(terms) == 1 and terms[0][0] > 0 and eps > 0 else None
+    if term is None or term.coef <= 0 or term.bound or [e for _, e in term.factors] != [0.5]:
         return None
+    norm = _inside(term.factors[0][0])
+    if norm is None or norm.eps != 0.0:
+        return None
+    # The divisor is (sqrt(mean(v * v)) + eps * scale) / scale.
+    scale = norm.scale / (terms[0][0] * term.coef)
+    return dataclasses.replace(norm, eps=eps * scale, scale=scale, form="outside")
 
 
 def _inside(inner: Ref) -> Norm | None:
-    """Returns the norm whose ``mean(v * v) + eps`` is ``inner``, or None."""
-    try:
-        eps, terms = addends(inner)
-        if len(terms) != 1 or terms[0][0] <= 0 or eps < 0:
-            return None
-        found = squared(terms[0][1])
-        best = _normed(found[0], inner, found[2]) if found is not None else None
-        if found is None or best is None:
-            return None
-        x, tokens, feature, width = best
-        total = found[1] * terms[0][0] * width
-        return Norm(x, tokens, feature, width, eps / total, total**-0.5) if total > 0 else None
-    except Unsupported:
+    """Returns the norm whose ``mean(v * v) + eps`` is ``inner``, or None. Raises Unsupported."""
+    eps, terms = addends(inner)
+    found = squared(terms[0][1]) if len(terms) == 1 and terms[0][0] > 0 and eps >= 0 else None
+    best = _normed(found[0], inner, found[2]) if found is not None else None
+    if found is None or best is None:
         return None
+    x, tokens, feature, width = best
+    total = found[1] * terms[0][0] * width
+    return Norm(x, tokens, feature, width, eps / total, total**-0.5) if total > 0 else None
 
 
 def _normed(v: Ref, inner: Ref, bound: Collection[Var]) -> tuple[Value, Index, Index, int] | None:

@@ -27,9 +27,8 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Miss
 from mhc_inductor.routing.operators.kernels import kernels_of
 from mhc_inductor.routing.operators.mhc.emit import Emission
-from mhc_inductor.routing.operators.mhc.iterates import kinds, off, samples
 from mhc_inductor.routing.operators.mhc.matches import Sinkhorn
-from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains, mixed
+from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains, kinds, mixed, off, samples
 from mhc_inductor.routing.region import cut, far, fix, numbers_in, piece_of
 from mhc_inductor.routing.verify import NotRun, interpreted, said
 

@@ -4,30 +4,34 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 
 import torch
 from torch import fx
 
+from mhc_inductor.ops.checks import MIN_WIDTH
 from mhc_inductor.routing.edit import node_of
-from mhc_inductor.routing.graph.expressions import Ref, addends, aten, is_cast, peel, product, whole
+from mhc_inductor.routing.graph.expressions import Ref, addends, aten, is_cast, peel, product, summed, whole
 from mhc_inductor.routing.graph.gates import SIGMOIDS, argument_of, gate_of
-from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, product_of
+from mhc_inductor.routing.graph.index import DynamicWidth, Index, Size, Unsupported, Var, product_of, var
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
-from mhc_inductor.routing.operators.mhc.formula import square_matrices
-from mhc_inductor.routing.operators.mhc.groups import FEW, Group, gate_of_streams, streams_behind
+from mhc_inductor.routing.operators.mhc.formula import family
+from mhc_inductor.routing.operators.mhc.groups import FEW, Group, applied, gate_of_streams, streams_behind
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, Post, PostUse, Pre, Sinkhorn
-from mhc_inductor.routing.operators.mhc.mixing import SUMS, WIDER, Known, collapse, given_post, residual_of
+from mhc_inductor.routing.operators.mhc.mixing import SUMS, WIDER, factors, given_post, residual_of, terms_of
 from mhc_inductor.routing.operators.mhc.norm import Norm, made_of, root_of
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chains, Iterations, last_of
-from mhc_inductor.routing.operators.mhc.static import STATIC, family, lists
 
-_ADDED = (aten.add.Tensor, aten.sub.Tensor)
-_NO_PRE = "the logits h_res are computed, and no h_pre = sigmoid(alpha * z + bias) that collapses the streams"
+_WRITTEN_APART = (
+    "each stream is a tensor of its own, and written as such; expected one tensor [..., n, D] of new streams"
+)
+_STATIC = (
+    "the weights of the streams are no projection of them, as in hyper-connections with static weights; "
+    "expected h_post = post_mult * sigmoid(alpha * z + bias)"
+)
 _OTHER_WEIGHTS = (
     "the weights of the streams are computed from x, but not as sigmoid(alpha * z + bias) "
     "with z = (x @ phi.T) * rsqrt(mean(x * x) + eps) over all n * D elements of a token"
@@ -44,8 +48,8 @@ class Search:
         self.misses: list[Miss] = []
         self._claimed: set[fx.Node] = set()
         self._fresh: list[fx.Node] = []
-        self._written: dict[Value, int] = {}
-        """Streams to which weights that are no projection write, each with their number."""
+        self._written: list[Post] = []
+        """Sums of streams and of something with weights, as expand-and-mixes without a matrix."""
         self.cut: int | None = None
 
     def run(self) -> None:
@@ -61,7 +65,7 @@ class Search:
         self._lone_posts()
         first = next(iter(self.view.graph.nodes))
         with contained(self.view, first):
-            self._lone_logits(avoid, settled)
+            self._lone_gates(avoid, settled)
             self._lone_lists()
             self._other_weights()
 
@@ -156,7 +160,7 @@ class Search:
         for value, why in unnormed:
             self.miss("mhc_pre", why, value)
             # Where only the norm differs, the iterations and the post are still those of the op.
-            other = why.reason in mhc.OTHER_NORMS or why.reason.startswith(mhc.WIDTHS)
+            other = why.reason in mhc.OTHER_NORMS
             around = [] if other else self.around(node_of(value))
             if why.reason == mhc.UNNORMED:
                 avoid.update(around)
@@ -165,15 +169,18 @@ class Search:
     def _norm(self, value: Value) -> Norm | None:
         """Returns the norm of the projection in the argument of a sigmoid or an exp, or None. Raises Mismatch."""
         gate = gate_of(whole(value), 1.0)
-        norm = mhc.norm_behind(value.args[0] if gate is None else gate.argument.value, mhc.any_norm)
+        norm = mhc.norm_behind(value.args[0] if gate is None else gate.argument.value)
         if norm is not None:
             return norm
         if value.func in SIGMOIDS:
             _, terms = addends(whole(value.args[0]))
             mhc.check_normed(terms)
             mhc.check_one_tensor(terms)
-            for _, term in terms:
-                _check_unaltered(term)
+            for factor in (f for _, term in terms for f, _ in product(term).factors):
+                added = summed(factor) is not None
+                argument = factor if added else argument_of(factor)
+                if argument is not None and streams_behind(argument.value) is not None:
+                    raise Mismatch(mhc.NO_ALPHA if added else applied(factor.value), factor.value)
         return None
 
     # --- Sinkhorn iterations and posts that belong to no routed pre ---
@@ -209,20 +216,13 @@ class Search:
             )
         self.found.append(Sinkhorn(chain, value))
 
-    def _lone_logits(self, avoid: set[fx.Node], settled: set[Value]) -> None:
-        """Reports projections of normed streams that no sigmoid takes and whose Sinkhorn iterations are not routed."""
-        mixed = [s.chain.logits for s in self.found if isinstance(s, Sinkhorn)]
-        known = settled | {norm.x for logits in mixed if (norm := streams_behind(logits)) is not None}
-        taken = self._claimed | avoid
-        for _, value in self._tensors(but=taken):
-            if not value.shape:
-                continue
-            gate = gate_of_streams(value)
-            norm = gate[0] if gate is not None else streams_behind(value) if square_matrices(value) else None
-            if norm is not None and norm.x not in (settled if gate is not None else known):
-                known.add(norm.x)
+    def _lone_gates(self, avoid: set[fx.Node], settled: set[Value]) -> None:
+        """Reports projections of normed streams, of which no sigmoid is taken but another function."""
+        for _, value in self._tensors(but=self._claimed | avoid):
+            norm = gate_of_streams(value)
+            if norm is not None and norm.x not in settled:
                 settled.add(norm.x)
-                self.miss("mhc_pre", Mismatch(gate[1] if gate is not None else _NO_PRE, value), value)
+                self.miss("mhc_pre", Mismatch(applied(value), value), value)
 
     def _lone_posts(self) -> None:
         """Finds expand-and-mixes whose coefficients no norm's formula claims; that formula handles the others."""
@@ -243,7 +243,7 @@ class Search:
         if found is None:
             with contextlib.suppress(Unsupported):
                 written = residual_of(value) if value.func is aten.add.Tensor else None
-                self._written |= {} if written is None else {written[0]: written[1]}
+                self._written += [written] if written is not None else []
             return
         known.add(value)
         given = {v.node for v in (found.h_post, found.matrix) if v is not None}
@@ -251,63 +251,73 @@ class Search:
             self.found.append(PostUse(None, found, self.rounded(found, value)))
 
     def _other_weights(self) -> None:
-        """Reports posts whose weights are computed from their streams in another way than h_post."""
+        """Reports streams to which what a sublayer makes of them is written with other weights than h_post."""
         if any(m.op in ("mhc_pre", "mhc_post") for m in self.misses):
             return
-        for use in self.found:
-            if isinstance(use, PostUse) and use.pre is None and self._made_of(use.found.h_post, use.found.x):
-                weights, x = use.found.h_post, use.found.x
-                self.miss("mhc_pre", Mismatch(family(weights, x) or _OTHER_WEIGHTS, weights), weights)
-        known = {use.h_in for use in self.found if isinstance(use, (Pre, CollapseUse))}
-        posts = [use for use in self.found if isinstance(use, PostUse)]
-        for x, n in {**self._written, **{x: use.found.n for use in posts for x in (use.found.x, use.x_out)}}.items():
-            for use in self._collapses(x, n):
-                if use.h_in not in known:
-                    why = (family(use.weight, x) or _OTHER_WEIGHTS) if self._made_of(use.weight, x) else STATIC
-                    self.miss("mhc_collapse", Mismatch(why, use.h_in), use.h_in)
-
-    def _collapses(self, x: Value, n: int) -> Iterator[CollapseUse]:
-        """Yields the first weighted sum of the n streams of x, whatever the weights are."""
-        near = self.view.descendants([node_of(x)], functools.partial(self._wide, x=x), 200)
-        for value in map(self.view.value, near):
-            if value is None or value is x or not value.shape or value.shape[-1].symbols:
+        posts = [use.found for use in self.found if isinstance(use, PostUse) and use.pre is None]
+        for post in (*posts, *self._written):
+            weights, x = post.h_post, {*map(node_of, (post.x, root_of(post.x)[0]))}
+            if not made_of(node_of(post.f_out), x):
                 continue
-            with contextlib.suppress(Unsupported, Mismatch):
-                use = collapse(value, n, value.shape[-1].factor, Known())
-                if use.x is x:
-                    yield use
-                    return
-
-    def _wide(self, node: fx.Node, *, x: Value) -> bool:
-        """Checks whether a node has as many elements as x, or rows of as many."""
-        value = self.view.values.of(node)
-        rows = isinstance(value, Value) and len(value.shape) == len(x.shape) and value.shape[-1] == x.shape[-1]
-        return rows or not isinstance(value, Value) or product_of(value.shape) == product_of(x.shape)
+            if made_of(node_of(weights), x, 64):
+                self.miss("mhc_pre", Mismatch(family(weights, post.x) or _OTHER_WEIGHTS, weights), weights)
+            elif product_of(weights.shape) == Size(post.n) and product_of(post.x.shape) != Size(post.width):
+                self.miss("mhc_pre", Mismatch(_STATIC, weights), weights)
 
     def _lone_lists(self) -> None:
         """Reports streams that are tensors of their own and that no norm's formula claims or reports."""
         if any(m.reason.startswith(mhc.LISTED) for m in self.misses):
             return
-        xs = {
-            use.found.x if isinstance(use, PostUse) else use.norm.x
-            for use in self.found
-            if isinstance(use, (Pre, PostUse))
-        }
+        pres = [use.norm.x for use in self.found if isinstance(use, Pre)]
+        posts = [use.found for use in self.found if isinstance(use, PostUse)]
+        routed = {peel(whole(v)).value for v in (*pres, *(v for post in posts for v in (post.x, post.f_out)))}
         sums = (value for _, value in self._tensors("add", "iadd", "sum", but=self._claimed))
-        for mismatch in lists(sums, {peel(whole(x)).value for x in xs}):
+        for mismatch in _lists(sums, routed):
             assert mismatch.value is not None
             self.miss("mhc_post", mismatch, mismatch.value)
 
-    def _made_of(self, value: Value, x: Value) -> bool:
-        """Checks whether ``value`` is computed from x in this graph, in few steps."""
-        return made_of(node_of(value), {*map(node_of, (x, root_of(x)[0]))}, 64)
+
+def _lists(values: Iterable[Value], routed: Collection[Value]) -> Iterator[Mismatch]:
+    """Yields a mismatch for each list of streams that are written as tensors of their own, none of them after another.
+
+    Their sums have one tensor times several elements of a tensor of weights: f_out times those of h_post, or a stream
+    times those of a column of the matrix. Tensors that are ``routed`` are left out.
+    """
+    shared: dict[tuple[Value, Ref], dict[Index, list[Value]]] = {}
+    for value, index in _alike(values):
+        for weights, wide, at in _products(value, index):
+            if wide.value not in routed:
+                shared.setdefault((weights, wide), {}).setdefault(at, []).append(value)
+    known = set[Value]()
+    for each in sorted(shared.values(), key=len, reverse=True):
+        sums = [one for written in each.values() for one in written]
+        apart = len(each) > 1 and not made_of(node_of(sums[-1]), {node_of(sums[0])})
+        if apart and known.isdisjoint(sums):
+            known.update(sums)
+            yield Mismatch(_WRITTEN_APART, sums[-1])
 
 
-def _check_unaltered(term: Ref) -> None:
-    """Raises Mismatch where a sigmoid is taken of a function of the logits other than alpha * z + bias."""
-    for factor, _ in product(term).factors:
-        func, argument = factor.value.func, argument_of(factor)
-        if func in _ADDED and streams_behind(factor.value) is not None:
-            raise Mismatch(f"alpha multiplies z and a bias; {mhc.EXPECTED}", term.value)
-        if func not in _ADDED and argument is not None and streams_behind(argument.value) is not None:
-            raise Mismatch(f"{func.overloadpacket.__name__} is applied to the logits; {mhc.EXPECTED}", term.value)
+def _alike(values: Iterable[Value]) -> Iterator[tuple[Value, tuple[Index, ...]]]:
+    """Yields values that may be streams [..., D], each with the index that all values of its shape share."""
+    shared: dict[tuple[Size, ...], tuple[Index, ...]] = {}
+    for value in values:
+        wide = len(value.shape) > 1 and (value.shape[-1].symbols or value.shape[-1].factor >= MIN_WIDTH)
+        if wide and value.func is aten.add.Tensor and value.dtype.is_floating_point:
+            yield value, shared.setdefault(value.shape, tuple(var(Var(s)) for s in value.shape))
+
+
+def _products(value: Value, index: tuple[Index, ...]) -> list[tuple[Value, Ref, Index]]:
+    """Returns (tensor, element of a tensor [..., D], index in the first) of the products in a sum; none in other sums."""
+    low, found = index[-1].variables(), list[tuple[Value, Ref, Index]]()
+    with contextlib.suppress(Unsupported):
+        for sign, ref in terms_of(Ref(value, index), ()):
+            pair = factors(ref)
+            if sign != 1.0 or (pair is not None and pair.bound is not None):
+                return []
+            if pair is not None:
+                weight, wide = sorted((peel(pair.a), peel(pair.b)), key=lambda one: low <= one.flat.variables())
+                if low & weight.flat.variables() or not low <= wide.flat.variables():
+                    return []
+                found.append((weight.value, wide, weight.flat))
+        return found
+    return []
