@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class Indices:
     """The index tensors of calls that routing removes, and the sizes of the dims that they index."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Value, Size, bool], Check | None] = {}
+        self.found: dict[tuple[Value, Size, bool], Check | None] = {}
 
     def take(self, index: Value, size: Size, wraps: bool, number: Callable[[Ref], Linear]) -> None:
         """Records a check of an index tensor, unless it is known to be in range.
@@ -92,24 +92,17 @@ class Indices:
         ``number`` gives the whole number that an element is, so that the check reads the same tensors as the mask.
         """
         key = (index, size, wraps)
-        if key in self._found or index.dtype is torch.bool or in_range(index, size):
+        if key in self.found or index.dtype is torch.bool or in_range(index, size):
             return
         ref = whole(index)
         found = number(ref)
         real = all(d.ref.value.node is not None for d in found.data())
         variables = tuple(v for i in ref.index for v in i.variables() if v.size != ONE)
-        self._found[key] = Check(found, variables, size, wraps) if real and found.data() else None
+        self.found[key] = Check(found, variables, size, wraps) if real and found.data() else None
 
     def values(self) -> list[Value]:
         """Returns the tensors that the checks read."""
-        return [d.ref.value for check in self._found.values() if check is not None for d in check.index.data()]
-
-    def sizes(self) -> Iterator[tuple[Value, int]]:
-        """Yields each tensor that a check reads as it is, with the size of the dim that it indexes, if that is known."""
-        for (_, size, _), check in self._found.items():
-            if check is not None and not size.symbols:
-                alone = (d for d in check.index.data() if check.index.coefficient(d) == 1)
-                yield from ((d.ref.value, size.factor - check.index.offset) for d in alone)
+        return [d.ref.value for check in self.found.values() if check is not None for d in check.index.data()]
 
     def checked(self, layouts: Layouts, ranges: fx.Node, of: Callable[[Linear, list[Var]], fx.Node]) -> fx.Node:
         """Returns ``ranges``, computed so that an index out of range raises as in the model's own call.
@@ -118,7 +111,7 @@ class Indices:
         size of its dim, for example a number of blocks in a sequence of dynamic length.
         """
         emit = layouts.edit.emit
-        for check in filter(None, self._found.values()):
+        for check in filter(None, self.found.values()):
             try:
                 length = layouts.size(check.size)
             except Mismatch:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -61,10 +62,7 @@ class SelectionOperator:
         return outputs
 
     def faster_as_written(self, match: Match, device: str) -> bool:
-        """Returns True on a CPU, unless the user asked for zeros in rows without keys.
-
-        There the op runs the same dense attention and has to build its mask anew.
-        """
+        """Returns True on a CPU, where the op builds its mask anew, unless the user asked for zeros in rows without keys."""
         return device == "cpu" and not match.data.opted
 
     def kernels(self, op: str, device: str) -> tuple[str, ...]:
@@ -101,7 +99,7 @@ class _Role:
 
     ``starts``, ``ends``: it holds starts or ends of ranges. ``pick``: the dims that count the picks of a query.
     ``pair``: the dim that holds start and end. ``want``: the truth value that a condition expects of it. ``most``: how
-    many values it may have, None if the number of keys says so.
+    many values it may have; the number of keys limits it, too.
     """
 
     starts: bool = False
@@ -109,11 +107,7 @@ class _Role:
     pick: set[int] = dataclasses.field(default_factory=set)
     pair: int | None = None
     want: bool | None = None
-    most: int | None = None
-
-    def at_most(self, count: int) -> None:
-        """Notes that it may have no more than ``count`` values."""
-        self.most = count if self.most is None else min(self.most, count)
+    most: float = math.inf
 
 
 _PACKED = 7
@@ -136,8 +130,10 @@ class Sample:
         self.roles: dict[fx.Node | None, _Role] = {}
         for each in one.intervals:
             self._learn(each)
-        for value, size in one.masks.indices.sizes():  # what the model's own call would refuse says nothing
-            self.roles.setdefault(value.node, _Role()).at_most(size)
+        for check in filter(None, one.masks.indices.found.values()):  # what the model's own call refuses says nothing
+            for datum in (d for d in check.index.data() if not check.size.symbols and check.index.coefficient(d) == 1):
+                role = self.roles.setdefault(datum.ref.value.node, _Role())
+                role.most = min(role.most, check.size.factor - check.index.offset)
         if one.opted:  # the formula gives something else in rows without keys
             self.roles |= {x.ref.value.node: _Role(want=x.shows) for x in one.layers}
 
@@ -148,9 +144,9 @@ class Sample:
                 role.starts = True
                 size = picked_size(datum.ref.value)
                 if size is not None and not size.symbols:  # ops that read the positions before the keys see them
-                    role.at_most(size.factor)
+                    role.most = min(role.most, size.factor)
                 if self.keys and not any(symbols for symbols, _ in low.constant) and low.coefficient(datum) > 0:
-                    role.at_most((self.keys - low.offset) // low.coefficient(datum))
+                    role.most = min(role.most, (self.keys - low.offset) // low.coefficient(datum))
         for ref in elements_of(*each.uppers):
             self._role(ref, each).ends = True
         for condition in each.conditions:
@@ -184,15 +180,14 @@ class Sample:
             return (place // _PACKED if segments else place % _PACKED).expand(shape).contiguous()
         if value.node in self.keyed and value.node not in self.roles:
             return None
-        role = self.roles.get(value.node, _Role())
-        empty = case % 2 == 1 and self.empty
+        role, empty = self.roles.get(value.node, _Role()), case % 2 == 1 and self.empty
 
         def first(made: Tensor, without: int | None = None) -> Tensor:
             return made if empty else _first(made, role.pick, without)
 
         if dtype is torch.bool:
             return None if empty or role.want is None else torch.full(shape, role.want, device=device)
-        most = self.most if role.most is None else max(1, min(self.most, role.most))
+        most = int(max(1, min(self.most, role.most)))
         made = torch.randint(0, most, shape, dtype=dtype, device=device, generator=generator)
         if role.starts and role.ends and role.pair is not None:
             low, high = made.sort(role.pair).values.unbind(role.pair)
