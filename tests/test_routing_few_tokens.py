@@ -351,6 +351,20 @@ def test_a_mask_that_is_scattered_around_a_region_is_not_refused(window: str, se
     assert compared(fn, given)[1].routed
 
 
+def test_a_mask_that_two_regions_pass_on_is_not_drawn_at_random() -> None:
+    """The region inside knows it as what the graph around both computes, and has its result alone."""
+
+    def attend(*given: Any) -> Any:
+        return checkpoint(test_routing_lists.written, *given, use_reentrant=False)
+
+    def around(*given: Any) -> Any:
+        return checkpoint(attend, *given, use_reentrant=False)
+
+    fn = test_routing_lists._model("padded", "scattered", False, around)
+    few, report = compared(fn, test_routing_lists.inputs(False, "left", test_routing_lists.ENTRIES))
+    assert report.routed and few.runs == 0, (report.near_misses, few.left)
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("name", ["window", "ranges", "list"])
 def test_an_attention_with_wrong_gradients_is_refused(name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit, Pairs, node_of
 from mhc_inductor.routing.effects import Modes
-from mhc_inductor.routing.graph.values import Value, copy_into, example, reached
+from mhc_inductor.routing.graph.values import Value, copy_into, example, reached, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match
 
@@ -126,6 +127,13 @@ def _meant(view: View, real: fx.Node, a: fx.Node, stood_for: dict[fx.Node, fx.No
     return resolved[a] if a in resolved else resolved.get(view.node(meant), meant)
 
 
+def _nearest(start: Any, further: Callable[[Any], Iterable[Any]], most: int) -> Collection[Any]:
+    """Returns ``start`` and what leads to it; nothing if that is more than ``most``."""
+    count = itertools.count()
+    found = reached([start], lambda a: further(a) if next(count) < most else ())
+    return found if len(found) <= most else ()
+
+
 class Cut:
     """The formula and the op of one match as pieces. Both map their placeholders to nodes of the same view."""
 
@@ -137,18 +145,19 @@ class Cut:
         self.ins = dict.fromkeys(node_of(v) for v in match.inputs)
         self.stood_for = edit.originals()
         self.derived = self._derived([node_of(v) for v in match.derived])
-        given = {node: v.node for node, v in self.view.given.items() if v is not None and v.node is not None}
-        self.passed = {outside: node for node, outside in given.items()}
-        self.around = {node: outside for node, outside in given.items() if self._is_computed(node, outside)}
+        given = {node: v for node, v in self.view.given.items() if v is not None}
+        self.passed = {v.node: node for node, v in given.items() if v.node is not None}
+        self.around = {node: v.node for node, v in given.items() if v.node is not None and self._is_computed(node, v)}
         """Masks that a checkpointed region is given: the op was made from how the graph around computes them."""
-        self.unknown = {node for node, outside in self.around.items() if len(reached([outside], self._above)) > _FIXED}
-        """Those of them that take too many calls."""
+        self.unknown = {node for node, v in given.items() if node not in self.around and not self._is_plain(v)}
+        """Other inputs of a region of which something is known: no data is representative."""
         self.asked = [bool(self.view.ends.get(node_of(value), 0)) for value, _ in pairs]
         """For each result, whether the graph uses its gradient."""
         self.unrounded = {new: old for new, old in edit.unrounded.items() if old in self.ins}
         self.formula = self._formula()
         self.op = self._op()
         self.inputs = list(dict.fromkeys([*self.formula.inputs, *self.op.inputs]))
+        self.outside = {node for node in self.inputs if node.graph not in (self.view.graph, self.view.real)}
 
     def value(self, node: fx.Node) -> Value | None:
         """Returns the value of a node: the match's input value if it is one, else the view's."""
@@ -167,23 +176,27 @@ class Cut:
             seen.update(one.all_input_nodes)
         return False
 
-    def _is_computed(self, node: fx.Node, outside: fx.Node) -> bool:
-        dtype = example(node).dtype
-        number = (
-            node in self.ins and not dtype.is_floating_point and dtype is not torch.bool
-        )  # the op reads it as it is
-        return outside.op.startswith("call_") and not number and self.reads(outside)
+    def _is_plain(self, passed: Value) -> bool:
+        """Checks whether a region is given a tensor of which nothing is known, or one that depends on no data."""
+        node = passed.node
+        if node is None or not node.op.startswith("call_"):
+            return node is not None and passed.func is None
+        return not self.reads(node)
 
-    def _above(self, outside: fx.Node) -> Iterator[fx.Node]:
-        return (a for a in outside.all_input_nodes if a.op.startswith("call_") and a not in self.passed)
-
-    def _piece(self) -> Piece:
-        computed = {node: outside for node, outside in self.around.items() if node not in self.unknown}
-        return Piece(around=computed, passed=self.passed)
+    def _is_computed(self, node: fx.Node, passed: Value) -> bool:
+        """Checks whether a region is given a mask that the graph around computes, in a few calls, from plain tensors."""
+        dtype, outside = example(node).dtype, passed.node
+        read = node in self.ins and not dtype.is_floating_point and dtype is not torch.bool  # integers, as they are
+        if outside is None or not outside.op.startswith("call_") or read or not self.reads(outside):
+            return False
+        nodes = _nearest(outside, lambda n: [a for a in n.all_input_nodes if a not in self.passed], _FIXED)
+        far = _nearest(passed, lambda v: [a for a in values_in(v.args) if a.node not in self.passed], 8 * _FIXED)
+        leaves = [v for v in far if v.node is not None and not v.node.op.startswith("call_")]
+        return bool(nodes and far) and all(v.node.op == "placeholder" and v.func is None for v in leaves)
 
     def _formula(self) -> Piece:
         """Builds the formula's piece from the real nodes of the region in graph order, in-place steps included."""
-        piece = self._piece()
+        piece = Piece(around=self.around, passed=self.passed)
         ends = [node_of(v) for v in (*(v for v, _ in self.pairs), *self.match.inner)]
         results = copied(self.view, piece, self.place.region | self.derived, ends, self.stood_for)
         piece.outputs = [results[node] for node in ends]
@@ -200,7 +213,7 @@ class Cut:
 
     def _op(self) -> Piece:
         """Builds the op's piece from the new nodes between the match's inputs and its results."""
-        piece, edit, region = self._piece(), self.edit, self.place.region
+        piece, edit, region = Piece(around=self.around, passed=self.passed), self.edit, self.place.region
         given = {edit.input(v): node_of(v) for v in self.match.inputs}
         ends = [n for v in self.match.derived if (n := node_of(v)) in self.derived]
         known = copied(self.view, piece, self.derived, ends, self.stood_for)

@@ -130,7 +130,7 @@ class Trial:
         fake = example(node)
         outside = self.cut.view.given.get(node)
         if node in self.cut.unknown:
-            raise NotRun("not verified: the mask that a checkpointed region is given takes many calls to compute")
+            raise NotRun("not verified: what a checkpointed region is given is computed around it, and depends on data")
         if outside is not None and outside.node is not None and not self.cut.reads(outside.node):
             return fixed(outside.node, {}, self.size)
         if isinstance(fake, Tensor) and node.op.startswith("call_") and not self.cut.reads(node):
@@ -150,7 +150,7 @@ class Trial:
             wide = fake.is_floating_point() or fake.is_complex()
             if self.match.proposed and not (fake.is_floating_point() or fake.dtype == torch.bool):
                 raise NotRun(f"not verified: {node.name} holds {fake.dtype}, for which no data is representative")
-            grad = self.modes.grad and wide and node in self.cut.view.order and self.cut.edit.needs_grad(node)
+            grad = self.modes.grad and wide and node not in self.cut.outside and self.cut.edit.needs_grad(node)
             return Spec(shape, stride, fake.dtype, fake.device, grad)
         if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self.size(fake) if isinstance(fake, torch.SymInt) else fake.node.hint
