@@ -18,7 +18,7 @@ from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
-from mhc_inductor.routing.operators.mhc.formula import family
+from mhc_inductor.routing.operators.mhc.formula import family, square_matrices
 from mhc_inductor.routing.operators.mhc.groups import FEW, Group, applied, gate_of_streams, streams_behind
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, Post, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.mixing import SUMS, WIDER, factors, given_post, residual_of, terms_of
@@ -32,6 +32,7 @@ _STATIC = (
     "the weights of the streams are no projection of them, as in hyper-connections with static weights; "
     "expected h_post = post_mult * sigmoid(alpha * z + bias)"
 )
+_NO_PRE = "the logits h_res are computed, and no h_pre = sigmoid(alpha * z + bias) that collapses the streams"
 _OTHER_WEIGHTS = (
     "the weights of the streams are computed from x, but not as sigmoid(alpha * z + bias) "
     "with z = (x @ phi.T) * rsqrt(mean(x * x) + eps) over all n * D elements of a token"
@@ -217,12 +218,15 @@ class Search:
         self.found.append(Sinkhorn(chain, value))
 
     def _lone_gates(self, avoid: set[fx.Node], settled: set[Value]) -> None:
-        """Reports projections of normed streams, of which no sigmoid is taken but another function."""
+        """Reports projections of normed streams of which no sigmoid is taken but another function, or that only mix."""
+        logits = [s.chain.logits for s in self.found if isinstance(s, Sinkhorn)]
+        mixed = {norm.x for norm in map(streams_behind, logits) if norm is not None}
         for _, value in self._tensors(but=self._claimed | avoid):
-            norm = gate_of_streams(value)
-            if norm is not None and norm.x not in settled:
+            gate = gate_of_streams(value)
+            norm = gate or (streams_behind(value) if square_matrices(value) else None)
+            if norm is not None and norm.x not in settled and (gate or norm.x not in mixed):
                 settled.add(norm.x)
-                self.miss("mhc_pre", Mismatch(applied(value), value), value)
+                self.miss("mhc_pre", Mismatch(applied(value) if gate else _NO_PRE, value), value)
 
     def _lone_posts(self) -> None:
         """Finds expand-and-mixes whose coefficients no norm's formula claims; that formula handles the others."""
