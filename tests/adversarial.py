@@ -34,6 +34,7 @@ from rich.table import Table
 
 import tests.laws as laws
 from benchmarks.source_hash import ROUTING, source_hash
+from tests import test_laws_autograd
 from tests.laws import Leaves, Program, Seen
 from tests.laws_writes import PLAIN, UNRECORDED, WRITES
 
@@ -90,9 +91,7 @@ def causal(p: Leaves) -> torch.Tensor:
 
 def checkpointed(fn: Callable[..., Any], policy: str, *given: Any) -> Any:
     """Calls ``fn(*given)`` under activation checkpointing."""
-    from tests.test_laws_autograd import checkpointed as run
-
-    return run(fn, policy, *given)
+    return test_laws_autograd.checkpointed(fn, policy, *given)
 
 
 _NAMES: dict[str, Any] = {

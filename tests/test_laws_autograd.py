@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from gated_norm import GatedNorm, norm_formula
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mhc_inductor.routing import interface
 from mhc_inductor.routing.edit import Edit, Pairs
 from mhc_inductor.routing.interface import Match
+from tests.gated_norm import GatedNorm, norm_formula
 from tests.laws import (
     MHC,
     MHC_PLACES,
