@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gated_norm import GatedNorm, norm_formula
 from torch import Tensor, fx
 
 from mhc_inductor.routing import interface
 from mhc_inductor.routing.graph.index import DynamicWidth
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match
+from tests.gated_norm import GatedNorm, norm_formula
 from tests.laws import (
     MHC,
     Compiled,

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from gated_norm import GatedNorm
-from gated_norm import norm_formula as formula
 from torch import Tensor, fx
 from torch.nn.functional import silu
 
@@ -23,6 +21,8 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Mismatch, register
 from tests.capture import Captured, difference, eager, evaluate, reasons
+from tests.gated_norm import GatedNorm
+from tests.gated_norm import norm_formula as formula
 from tests.test_routing_verify_process import state
 
 
