@@ -101,6 +101,12 @@ def test_a_choice_that_is_read_by_rank_after_a_break_is_compared(monkeypatch: py
     assert dict(ops) == {"index_topk": 1} and "output 0" in found[0]
 
 
+def test_a_head_next_to_iterations_that_do_not_fit_fails_no_search() -> None:
+    lines = ("t1 = head(p['x'], p)", "t2 = without_grad(t1)", "t3, t4, t5 = pre(p['x'], p)", "t8 = t5.sin() + 0.1")
+    case = Case(0, 0, lines, ("t2", "t8"), empty=True, frozen=("mean", "x"), dtensor=True)
+    assert compared(case, ["inference"])[3] == []
+
+
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
 

@@ -149,8 +149,7 @@ class Group:
         if pre.mixed is not None and pre.chain is not None and not pre.fold:
             search.found.append(Sinkhorn(pre.chain, pre.mixed, pre))
         if pre.foreign is not None:
-            assert pre.h_res is not None
-            search.miss("mhc_sinkhorn", pre.foreign, pre.h_res)
+            search.miss("mhc_sinkhorn", pre.foreign, pre.h_res or pre.collapsed)
         if pre.post is not None:
             self._find_post(pre)
         elif pre.res is not None:
