@@ -66,7 +66,7 @@ class Search:
         self._lone_posts()
         first = next(iter(self.view.graph.nodes))
         with contained(self.view, first):
-            self._lone_gates(avoid, settled)
+            self._lone_projections(avoid, settled)
             self._lone_lists()
             self._other_weights()
 
@@ -217,7 +217,7 @@ class Search:
             )
         self.found.append(Sinkhorn(chain, value))
 
-    def _lone_gates(self, avoid: set[fx.Node], settled: set[Value]) -> None:
+    def _lone_projections(self, avoid: set[fx.Node], settled: set[Value]) -> None:
         """Reports projections of normed streams of which no sigmoid is taken but another function, or that only mix."""
         logits = [s.chain.logits for s in self.found if isinstance(s, Sinkhorn)]
         mixed = {norm.x for norm in map(streams_behind, logits) if norm is not None}
