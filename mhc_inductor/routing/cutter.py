@@ -128,15 +128,10 @@ class Cutter:
         name, ours = name_of(node), str(node.target).startswith("mhc_inductor.")  # an op may keep parts of a sequence
         shapes = None if ours else node.meta.get(SHAPES)
         first, large = _SIZES.get(name, len(args)), shapes is not None and _elements(shapes) > _ELEMENTS
-        whole = bool(given) and isinstance(given[0], Tensor) and present(args[0]) == given[0].shape
         if self.place and options.get("is_causal"):
             raise NotRun(f"{name}: reads the places of tokens from a shape")
-        if self.place and name in IMPLICIT and not whole:
-            self.why = f"{name}: reads the places of tokens from a shape"
-            return
-        rows = _row_by_row(name, (*args, *kwargs.values()), (*given, *options.values()))
-        if self.place and not (rows and _picks_of_all(name, args, given)):
-            self.why = f"{name}: picks places among a few tokens"
+        if self.place and (why := _needs_all(node, given, options)):
+            self.why = why
             return
         if name in ("tril", "triu"):
             (old, new), first = (present(args[0]), given[0].shape), 1
@@ -193,26 +188,35 @@ class Cutter:
         return len(shape) == new.dim() and all(n in self._sizes(o) for o, n in zip(shape, new.shape, strict=True))
 
 
-def _picks_of_all(name: str, args: Any, given: Sequence[Any]) -> bool:
-    """Returns whether a call picks places, which are those among all tokens, only in dimensions that keep their sizes."""
+def _needs_all(node: fx.Node, given: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """Returns why a call gives tokens that do not come first something else than all of them would, or an empty text."""
+    name, places = name_of(node), list[Any]([*node.args, *node.kwargs.values()])
+    if name in IMPLICIT and not (given and isinstance(given[0], Tensor) and present(places[0]) == given[0].shape):
+        return f"{name}: reads the places of tokens from a shape"
+    # A gather or scatter may have an index for the first rows alone: it must have one for every row that is left.
+    rows = name.startswith(("gather", "scatter", "take_along_dim"))
+    pairs = zip(places, (*given, *options.values()), strict=True)
+    apart = rows and not _row_by_row([pair for pair in pairs if isinstance(pair[1], Tensor)])
+    picks = apart or any(present(places[0])[d] != given[0].shape[d] for d in _picked(name, given))
+    return f"{name}: picks places among a few tokens" if picks else ""
+
+
+def _picked(name: str, given: Sequence[Any]) -> Sequence[int]:
+    """Returns the dimensions of its first argument in which a call picks places."""
     if name == "getitem" and isinstance(given[0], Tensor):
         index = given[1] if isinstance(given[1], tuple) else (given[1],)
         after = next((len(index) - d - 1 for d, i in enumerate(index) if i is Ellipsis), 0)
         real = [i for i in index if i is not None and i is not Ellipsis]
         some = [d for d, i in enumerate(real) if not (isinstance(i, slice) and i == slice(None))]
-        dims = [d if d < len(real) - after else d - len(real) for d in some]
-    elif name in _PICKS:
-        dims = [d for d in given[1:2] if isinstance(d, int)] or [*range(given[0].dim())]
-    else:
-        return True
-    return all(present(args[0])[d] == given[0].shape[d] for d in dims)
+        return [d if d < len(real) - after else d - len(real) for d in some]
+    if name in _PICKS:
+        return [d for d in given[1:2] if isinstance(d, int)] or range(given[0].dim())
+    return ()
 
 
-def _row_by_row(name: str, operands: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Returns whether a gather or scatter still has an index for every row: it may have one for the first rows alone."""
-    if not name.startswith(("gather", "scatter", "take_along_dim")):
-        return True
-    (x, new_x), (index, new_index), *_ = ((a, g) for a, g in zip(operands, given, strict=True) if isinstance(g, Tensor))
+def _row_by_row(tensors: Sequence[tuple[Any, Tensor]]) -> bool:
+    """Returns whether the index of a gather or scatter, the second of its tensors, still has the rows that it had."""
+    (x, new_x), (index, new_index), *_ = tensors
     old, new = zip(present(x), present(index), strict=True), zip(new_x.shape, new_index.shape, strict=True)
     return all(a != b or c == d for (a, b), (c, d) in zip(old, new, strict=True))
 

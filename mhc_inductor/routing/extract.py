@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ MODES = "mhc_inductor_modes"
 SHAPES = "mhc_inductor_shapes"
 """Key in the meta of a cut node: the fake value that it had in the graph."""
 
-
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _FIXED = 64
 """How many nodes :meth:`Cut.reads` visits before it takes a node to depend on data."""
 
@@ -67,7 +66,7 @@ class Piece:
         inner = self.passed.get(outside)
         if inner is not None and inner not in self.around:
             return self.input(inner)
-        number = isinstance(example(outside), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+        number = isinstance(example(outside), _NUMBERS)
         return self.input(outside) if number or not outside.op.startswith("call_") else self._computed(outside)
 
     def copy(self, node: fx.Node, at: dict[fx.Node, fx.Node], modes: Modes) -> fx.Node:
@@ -76,7 +75,7 @@ class Piece:
 
     def structure(self) -> tuple[Any, ...]:
         """Returns a hashable description that is equal for pieces that compute the same; node names do not count."""
-        nth: dict[fx.Node, Any] = {node: types.SimpleNamespace(nth=i) for i, node in enumerate(self.graph.nodes)}
+        nth: dict[fx.Node, Any] = {node: b"%d" % i for i, node in enumerate(self.graph.nodes)}  # no argument is bytes
         lines = []
         for node in self.graph.nodes:
             if node.op != "placeholder":
@@ -157,7 +156,6 @@ class Cut:
         self.formula = self._formula()
         self.op = self._op()
         self.inputs = list(dict.fromkeys([*self.formula.inputs, *self.op.inputs]))
-        self.outside = {node for node in self.inputs if node.graph not in (self.view.graph, self.view.real)}
 
     def value(self, node: fx.Node) -> Value | None:
         """Returns the value of a node: the match's input value if it is one, else the view's."""
@@ -168,7 +166,7 @@ class Cut:
         todo, seen = [node], {node}
         while todo:
             one = todo.pop()
-            if isinstance(example(one), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            if isinstance(example(one), _NUMBERS):
                 continue
             if not one.op.startswith("call_") or "rand" in str(one.target) or len(seen) > _FIXED:
                 return True

@@ -150,7 +150,8 @@ class Trial:
             wide = fake.is_floating_point() or fake.is_complex()
             if self.match.proposed and not (fake.is_floating_point() or fake.dtype == torch.bool):
                 raise NotRun(f"not verified: {node.name} holds {fake.dtype}, for which no data is representative")
-            grad = self.modes.grad and wide and node not in self.cut.outside and self.cut.edit.needs_grad(node)
+            inside = node.graph in (self.cut.view.graph, self.cut.view.real)
+            grad = self.modes.grad and wide and inside and self.cut.edit.needs_grad(node)
             return Spec(shape, stride, fake.dtype, fake.device, grad)
         if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self.size(fake) if isinstance(fake, torch.SymInt) else fake.node.hint
