@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import dropout, hardtanh, leaky_relu, relu
 
-from mhc_inductor.routing.effects import ambient
+from mhc_inductor import compat
+from mhc_inductor.routing import effects
+from mhc_inductor.routing.effects import Effects, ambient
+from mhc_inductor.routing.graph.values import example, run_fake
 from mhc_inductor.routing.graph.view import Knowledge, View
 
 _LIBRARY = torch.library.Library("routing_effects", "FRAGMENT")
@@ -154,3 +157,32 @@ def test_a_call_that_only_autocast_can_run_is_asked_there() -> None:
 
     view = view_of(fn, torch.randn(4, 4), torch.randn(4, 4))
     assert not view.effects.unknown
+
+
+def test_equal_calls_are_run_once_and_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return x * y, y * x, x.t(), x.t(), x * y.t()
+
+    view = view_of(fn, torch.randn(4, 4), torch.randn(4, 4))
+    ran = list[fx.Node]()
+    monkeypatch.setattr(effects, "run_fake", lambda node: (ran.append(node), run_fake(node))[1])
+    calls = [n for n in view.real.nodes if n.op.startswith("call_")]
+    found = {n: view.effects.result(n) for n in calls}
+    # Views are run each time: their memory is that of the tensor at hand.
+    assert [n.name for n in ran] == [n.name for n in calls if n.name not in ("mul_1",)]
+    owners = {n: compat.storage_key(t) for n, t in found.items()}
+    views = [n for n in calls if n.target == "t"]
+    assert all(owners[n] == compat.storage_key(example(n.all_input_nodes[0])) for n in views)
+    assert len({owners[n] for n in calls if n not in views}) == len(calls) - len(views) == 3
+    for node, made in found.items():
+        wanted = example(node)
+        assert (made.shape, made.stride(), made.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+
+
+def test_slices_up_to_other_numbers_are_other_calls() -> None:
+    graph = fx.Graph()
+    ends = [graph.placeholder("n"), fx.Graph().placeholder("n")]  # of two graphs of one compile
+    for node, number in zip(ends, (3, 5), strict=True):
+        node.meta["example_value"] = number
+    first, second = (Effects()._key((slice(None, end), 0)) for end in ends)
+    assert first != second

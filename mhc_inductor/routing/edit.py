@@ -183,7 +183,8 @@ class Edit:
         mode = compat.fake_mode_of([t for n in (*node.all_input_nodes, *around) for t in tensors_in(example(n))])
         # A call without tensor inputs, such as arange, needs the fake mode to return a fake tensor.
         with mode or contextlib.nullcontext():
-            node.meta["example_value"] = run_fake(node)
+            ours, modes = str(target).startswith("mhc_inductor."), self.place.modes if self.place is not None else None
+            node.meta["example_value"] = self.view.effects.result(node, modes) if ours else run_fake(node)
         if (outside := self._viewed_from_outside(node)) is not None:
             self.graph.erase_node(self.created.pop())
             copy = self.emit("clone", outside)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.routing.graph.known_calls import KnownCalls
-from mhc_inductor.routing.graph.values import SHARDED, example, fresh, given, run, tensors_in
+from mhc_inductor.routing.graph.values import SHARDED, example, fresh, given, run, run_fake, tensors_in
 
 _DISTINCT = frozenset((int, bool, str, type(None)))
 """Types whose values serve as keys themselves. Other types are compared by their text, floats among them."""
@@ -77,6 +77,7 @@ class Effects:
         """For storages that stand for another one, that one."""
         self._described: dict[int, tuple[torch.Tensor, Any]] = {}
         self._storages: dict[fx.Node, tuple[int, ...]] = {}
+        self._results: dict[Any, Any] = {}
         self._autocast: dict[fx.Node, tuple[AutocastState, ...]] = {}
 
     def within(self, modes: Mapping[fx.Node, Modes]) -> None:
@@ -124,11 +125,26 @@ class Effects:
             if known is None:
                 known = self._described[id(tree)] = tree, _description(tree)
             return known[1]
+        if kind is slice:
+            tree = tree.start, tree.stop, tree.step
         if isinstance(tree, (list, tuple)):
             return kind, *[self._key(t) for t in tree]
         if isinstance(tree, dict):
             return tuple([(k, self._key(v)) for k, v in tree.items()])
         return kind, repr(tree)
+
+    def result(self, node: fx.Node, modes: Modes | None = None) -> Any:
+        """Returns what a call gives on fake tensors. Of equal calls that return new tensors one is run."""
+        key = node.op, node.target, modes, self._key(node.args), self._key(node.kwargs)
+        if key not in self._results:
+            found = run_fake(node)
+            new, old = tensors_in(found), [t for a in node.all_input_nodes for t in tensors_in(example(a))]
+            if not all(map(compat.routing.is_fake, new)) or not _memory(new).isdisjoint(_memory(old)):
+                return found
+            self._results[key] = found
+        found = self._results[key]
+        with compat.fake_mode_of(tensors_in(found)) or contextlib.nullcontext():
+            return compat.tree_map_only(torch.Tensor, lambda t: fresh(t, t.requires_grad), found)
 
     def written(self, node: fx.Node) -> list[fx.Node]:
         """Returns the inputs of ``node`` whose tensors it writes: all tensor inputs if its effects are unknown."""
@@ -184,6 +200,10 @@ class Effects:
             if any(storage in inputs for _, storage, _ in events):
                 return Effect(tuple(range(len(arguments))), watches=handed_on)
         return Effect(watches=handed_on)
+
+
+def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {*map(compat.storage_key, tensors)}
 
 
 def _tensor_arguments(node: fx.Node) -> list[fx.Node]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.routing.effects import Effects
-from mhc_inductor.routing.graph.values import copy_into, example, run_fake
+from mhc_inductor.routing.graph.values import copy_into, example
 
 _OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -185,7 +185,7 @@ class _Functionalised:
         if before not in family or root.op not in ("call_function", "call_method") or not self._owns(root):
             return None
         args = (before, part.args[1], node.args[1]) if part is not None else node.args
-        made = _made(self.result.graph, node, call, args, self.now, fake)
+        made = self._made(node, call, args, fake)
         if made is None:
             return None
         result = self.result
@@ -198,6 +198,29 @@ class _Functionalised:
         for n in (*family, node):
             self.now[n] = made
         return made
+
+    def _made(self, node: fx.Node, call: tuple[str, Any], given: Any, fake: torch.Tensor) -> fx.Node | None:
+        """Creates the node that computes the result of an in-place ``node``. Returns None if it cannot.
+
+        A result of another dtype is cast, as the step casts it.
+        """
+        (op, target), copy = call, self.result.graph
+        args, kwargs = fx.node.map_arg((given, node.kwargs), self.now.__getitem__)
+        if target is torch.zeros_like:
+            args = args[:1]
+        step = f".{target}" if op == "call_method" else target
+        for kind, called, given_to in ((*call, args), ("call_function", stored, (fake.dtype, step, *args))):
+            new = copy.create_node(kind, called, given_to, kwargs)
+            try:
+                result = self.effects.result(new)
+            except Exception:  # what cannot be computed this way stays in place
+                result = None
+            alike = isinstance(result, torch.Tensor) and result.dtype == fake.dtype and result.dim() == fake.dim()
+            if alike and all(map(compat.routing.same_size, result.shape, fake.shape)):
+                new.meta = {**node.meta, "example_value": result}
+                return new
+            copy.erase_node(new)
+        return None
 
     def _owns(self, root: fx.Node) -> bool:
         """Returns whether a node's result is a new tensor or a view of one that the graph made, not of an input."""
@@ -220,31 +243,3 @@ def _fills_slice(node: fx.Node, part: fx.Node) -> bool:
 def _call(node: fx.Node, before: fx.Node) -> tuple[str, Any] | None:
     """Returns (op, target) of the call that computes the tensor after an in-place ``node`` wrote ``before``, or None."""
     return ("call_function", put) if _fills_slice(node, before) else _plain(node)
-
-
-def _made(
-    copy: fx.Graph, node: fx.Node, call: tuple[str, Any], given: Any, now: dict[fx.Node, fx.Node], fake: Any
-) -> Any:
-    """Creates the node in ``copy`` that computes the result of an in-place ``node``. Returns None if it cannot.
-
-    A result of another dtype is cast, as the step casts it.
-    """
-    op, target = call
-    args: Any = fx.node.map_arg(given, lambda n: now[n])
-    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: now[n])
-    if target is torch.zeros_like:
-        args = args[:1]
-    step = f".{target}" if op == "call_method" else target
-    spellings: list[tuple[str, Any, Any]] = [(op, target, args), ("call_function", stored, (fake.dtype, step, *args))]
-    for kind, called, given_to in spellings:
-        new = copy.create_node(kind, called, given_to, kwargs)
-        try:
-            result = run_fake(new)
-        except Exception:  # what cannot be computed this way stays in place
-            result = None
-        alike = isinstance(result, torch.Tensor) and result.dtype == fake.dtype and result.dim() == fake.dim()
-        if alike and all(map(compat.routing.same_size, result.shape, fake.shape)):
-            new.meta = {**node.meta, "example_value": result}
-            return new
-        copy.erase_node(new)
-    return None

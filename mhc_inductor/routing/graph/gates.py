@@ -48,12 +48,6 @@ def gate_of(ref: Ref, exponent: float) -> Gate | None:
     return None
 
 
-def sigmoid_argument(ref: Ref, exponent: float) -> Ref | None:
-    """Returns the argument of a sigmoid, None for anything else."""
-    gate = gate_of(ref, exponent)
-    return gate.argument if gate is not None and not gate.offset else None
-
-
 def argument_of(ref: Ref) -> Ref | None:
     """Returns the argument of an elementwise function of one tensor, None for anything else."""
     tensors = [a for a in ref.value.args if isinstance(a, Value)]

@@ -385,7 +385,7 @@ def given_post(value: Value, sums: Container[Value]) -> Post | None:
     sum has further terms.
     """
     *_, last = (ONE, *value.shape)
-    if last.symbols:
+    if last.symbols or last.factor < MIN_WIDTH:
         return None
     try:
         terms = [ref for _, ref in terms_of(whole(value), sums)]

@@ -242,9 +242,9 @@ class Chains:
     def group(self, value: Value) -> Iterations | None:
         """Returns what is found of the logits behind a matrix, or None."""
         node = value.node
-        if node is None or not square_matrices(value):
-            return None
         if node not in self._groups:
+            if node is None or not square_matrices(value):
+                return None
             admit = functools.partial(self._admit, size=product_of(value.shape))
             root = root_of(self.view, node, square_matrices, admit)
             region = Region(self.view, root, admit) if root is not None else None
