@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import mhc_inductor
 from mhc_inductor.routing import route
 from mhc_inductor.routing.operators.mhc import own_backward
 from mhc_inductor.routing.report import Report
@@ -123,6 +124,14 @@ def test_a_backward_that_breaks_the_graph_stays_right() -> None:
     p, balanced = parameters(), function(by_backward, "softmax")
     got = both(lambda x: around(x, p, balanced), p)
     assert got.ops["mhc_pre"] == got.ops["mhc_post"] == 1
+
+
+def test_where_the_backward_breaks_the_graph_the_report_says_what_dynamo_cannot_trace() -> None:
+    p, balanced = parameters(), function(by_backward, "softmax")
+    report = mhc_inductor.explain(lambda x: around(x, p, balanced), torch.randn(2, 3, N, WIDTH, requires_grad=True))
+    (why,) = [m.reason for m in report.near_misses if "Dynamo breaks the graph" in m.reason]
+    assert "Tensor.backward()" in why
+    assert [r.op for r in report.routed] == ["mhc_pre", "mhc_sinkhorn", "mhc_post"]
 
 
 def test_wider_arithmetic_inside_and_the_transpose() -> None:
