@@ -278,7 +278,12 @@ def _deepseek(results: Results) -> str:
     return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
 
 
-_SPARSE = {"deepseek_v4": "DeepSeek-V4, 4 layers", "deepseek_v32": "DeepSeek-V3.2, 2 layers"}
+_SPARSE = {
+    "deepseek_v4": "DeepSeek-V4, small, 4 layers",
+    "deepseek_v32": "DeepSeek-V3.2, small, 2 layers",
+    "deepseek_v4_published": "DeepSeek-V4-Flash's widths, 4 layers",
+    "deepseek_v32_published": "DeepSeek-V3.2's widths, 1 layer",
+}
 
 
 _GRAPHS = "mhc_inductor+graphs"
@@ -286,24 +291,31 @@ _GRAPHS = "mhc_inductor+graphs"
 
 def _models(results: Results, cases: tuple[str, ...] = ()) -> str:
     """Returns the table of whole models with sparse attention: those of ``cases``, or all that were measured."""
-    result = results("sparse_models")
+    runs = [results(name) for name in ("sparse_models", "sparse_models-published")]
     lines = []
-    for case in result["settings"]["cases"]:
-        name = f"{case['model']}-{case['batch']}x{case['seq']}-{case['part']}"
-        rows = {r["variant"]: r for r in result["rows"] if r["case"] == name and "median_ms" in r}
-        if "mhc_inductor" not in rows or (cases and name not in cases):
-            continue
-        found = [rows.get(v, {}) for v in (COMPILE, "mhc_inductor", _GRAPHS)]
-        times = [_short(r["median_ms"]) if r else "" for r in found]
-        memory, compiles = ([f"{r[k]:.1f}" if r else "" for r in found[:2]] for k in ("peak_gib", "compile_s"))
-        size = f"{case['batch']} x {case['seq']}"
-        lines.append([_SPARSE[case["model"]], size, case["part"], *times, " / ".join(memory), " / ".join(compiles)])
+    for result in runs:
+        for case in result["settings"]["cases"]:
+            name = f"{case['model']}-{case['batch']}x{case['seq']}-{case['part']}"
+            rows = {r["variant"]: r for r in result["rows"] if r["case"] == name and "median_ms" in r}
+            if "mhc_inductor" not in rows or (cases and name not in cases):
+                continue
+            found = [rows.get(v, {}) for v in (COMPILE, "mhc_inductor", _GRAPHS)]
+            times = [_short(r["median_ms"]) if r else "" for r in found]
+            memory, compiles = ([f"{r[k]:.1f}" if r else "" for r in found[:2]] for k in ("peak_gib", "compile_s"))
+            size = f"{case['batch']} x {case['seq']}"
+            lines.append([_SPARSE[case["model"]], size, case["part"], *times, " / ".join(memory), " / ".join(compiles)])
     headings = ["of transformers, unmodified", "tokens", "", "torch.compile, ms", "with this package, ms"]
     table = markdown([*headings, "in CUDA graphs, ms", "peak, GiB", "compile, s"], lines)
-    return f"{table}\n\nbf16, random weights; peak and compile: torch.compile / with this package. {_measured(result)}."
+    small, wide = map(_measured, runs)
+    where = f"{small}; published widths: {wide.rpartition(', ')[2]}"
+    return f"{table}\n\nbf16, random weights; peak and compile: torch.compile / with this package. {where}."
 
 
-_OF_THE_README = ("deepseek_v4-2x2048-training", "deepseek_v4-1x8192-forward", "deepseek_v32-1x16384-training")
+_OF_THE_README = (
+    "deepseek_v4-2x2048-training",
+    "deepseek_v4_published-1x8192-forward",
+    "deepseek_v32-1x16384-training",
+)
 
 
 def _sparse_models(results: Results) -> str:
