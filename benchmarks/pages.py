@@ -145,7 +145,7 @@ def _selection(results: Results) -> str:
 
 def _selection_of_the_readme(results: Results) -> str:
     """Returns selection attention without two of its sizes, a list of keys, and the loss of an indexer."""
-    lists, index = results("lists-partial"), results("index")
+    lists, index = results("lists"), results("index")
     name = index_targets.SHAPES[0].name
     loss = next(r["median_ms"] for r in index["rows"] if _is_row(r, name, index_targets.LOSS, "ops"))
     more = [
