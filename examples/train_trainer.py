@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a small DeepSeek-V4 with transformers' Trainer, eager and compiled with mhc_inductor, and compares the losses.
+
+Gradients are accumulated, the forward is in bf16, and checkpoints are saved: whatever ends the program, the next start
+goes on from the last checkpoint, and has the losses of a run that nothing ended.
+
+    python examples/train_trainer.py             # a few minutes on two CPU cores, most of them to compile
+    python examples/train_trainer.py --help
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import pathlib
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from trainer_model import Plan, build, checked, compare, console, routed, sequences
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+import mhc_inductor
+
+SEQUENCES = 256
+"""Sequences of an epoch."""
+
+
+class Way(str, enum.Enum):
+    """Who compiles the model."""
+
+    eager = "eager"
+    trainer = "trainer"
+    model = "model"
+
+
+def arguments(plan: Plan, way: Way) -> TrainingArguments:
+    """Returns the Trainer's arguments. The name "mhc_inductor" is refused as a backend: "inductor" and enable()."""
+    compiles = way is Way.trainer
+    return TrainingArguments(
+        output_dir=str(plan.folder / way.value),
+        max_steps=plan.steps,
+        per_device_train_batch_size=plan.batch,
+        gradient_accumulation_steps=plan.accumulate,
+        bf16=plan.bf16,
+        learning_rate=3e-3,
+        save_steps=plan.every,
+        save_total_limit=2,
+        logging_steps=1,
+        report_to=[],
+        seed=plan.seed,
+        use_cpu=plan.device == "cpu",
+        torch_compile=compiles,
+        torch_compile_backend="inductor" if compiles else None,
+    )
+
+
+@contextlib.contextmanager
+def formulas_routed(way: Way) -> Iterator[None]:
+    """Makes the ordinary backend find formulas while the Trainer compiles with it."""
+    if way is Way.trainer:
+        mhc_inductor.enable()
+    try:
+        yield
+    finally:
+        mhc_inductor.disable()
+
+
+def last_checkpoint(folder: pathlib.Path) -> pathlib.Path | None:
+    """Returns the last checkpoint that was written to its end, or None."""
+    # The Trainer writes its own state last: a folder without it was cut off.
+    found = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
+    return max(found, key=lambda f: int(f.name.rpartition("-")[2]), default=None)
+
+
+class ResumingTrainer(Trainer):
+    """The Trainer, with a way to load DeepSeek-V4's checkpoints.
+
+    Checkpoints have the names of DeepSeek's own weights. The Trainer of transformers 5.23 loads those that it knows by
+    name and warns of the others, which keep their random weights; before that it refuses the kinds of MLP layers in
+    config.json, with StrictDataclassClassValidationError. ``from_pretrained`` reads both.
+    """
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        model = self.model if model is None else model
+        saved = type(model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
+        model.load_state_dict(saved.state_dict())
+
+
+def losses_of(state: TrainerState) -> list[float]:
+    return [entry["loss"] for entry in state.log_history if "loss" in entry]
+
+
+def train(plan: Plan, way: Way, callbacks: list[TrainerCallback] | None = None) -> list[float]:
+    """Trains from the last checkpoint on to the end; returns the loss of each step, earlier starts' included."""
+    last = last_checkpoint(plan.folder / way.value)
+    if last is not None:
+        state = TrainerState.load_from_json(str(last / "trainer_state.json"))
+        if state.global_step >= plan.steps:  # the Trainer would take another step
+            console.print(f"{way.value}: complete")
+            return losses_of(state)
+    model = build(plan)
+    if way is Way.model:
+        model.compile(backend="mhc_inductor")
+    console.print(f"{way.value}: {f'resumed from {last.name}' if last else 'started'}")
+    with formulas_routed(way):
+        data: Any = sequences(plan, SEQUENCES)
+        trainer = ResumingTrainer(model, arguments(plan, way), train_dataset=data, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    return losses_of(trainer.state)
+
+
+def main(
+    way: Annotated[
+        Way, typer.Option("--compile", help="Who compiles: the Trainer, or the model before it.")
+    ] = Way.trainer,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps in all.")] = Plan.steps,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = Plan.every,
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches of a step.")] = Plan.accumulate,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = Plan.batch,
+    seq: Annotated[int, typer.Option(min=2, help="Bytes of a sequence.")] = Plan.seq,
+    layers: Annotated[
+        int, typer.Option(min=1, help="Layers of one attention and one mixture of experts.")
+    ] = Plan.layers,
+    dim: Annotated[int, typer.Option(min=32, help="Width D of a stream, a multiple of 32.")] = Plan.dim,
+    bf16: Annotated[bool, typer.Option(help="Autocast to bf16.")] = Plan.bf16,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
+    folder: Annotated[pathlib.Path, typer.Option(help="Checkpoints.")] = pathlib.Path("train_trainer"),
+    seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = Plan.seed,
+) -> None:
+    """Trains eager, then compiled, each from its last checkpoint on, and prints the losses of both."""
+    plan = Plan(folder, steps, every, accumulate, batch, seq, layers, dim, bf16, device or "", seed)
+    plan = checked(plan)
+    console.print(f"transformers {transformers.__version__}, torch {torch.__version__}, on {plan.device}")
+    eager = train(plan, Way.eager)
+    before = mhc_inductor.counters()
+    compiled = train(plan, way)
+    compare(eager, compiled, routed(before))
+
+
+if __name__ == "__main__":
+    typer.run(main)

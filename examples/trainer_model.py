@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the examples of the Trainer and of Accelerate share: a small DeepSeek-V4, its text, and a table of losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+
+import stdlib_text
+import torch
+import typer
+from deepseek_v4 import Size, model_of
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import mhc_inductor
+
+console = Console(highlight=False)
+ROWS = 12
+"""Rows of the table of losses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One training: ``steps`` optimizer steps, each on ``accumulate`` batches of ``batch`` sequences of ``seq`` bytes.
+
+    ``every``: steps from one checkpoint to the next. ``folder``: where the checkpoints are. ``device``: "cpu" or "cuda".
+    """
+
+    folder: pathlib.Path
+    steps: int = 12
+    every: int = 4
+    accumulate: int = 2
+    batch: int = 2
+    seq: int = 64
+    layers: int = 1
+    dim: int = 64
+    bf16: bool = True
+    device: str = "cpu"
+    seed: int = 0
+
+
+def checked(plan: Plan) -> Plan:
+    """Returns the plan with its device chosen. Raises BadParameter for a wrong width or device."""
+    if plan.dim % 32:
+        raise typer.BadParameter(f"--dim must be a multiple of 32, got {plan.dim}")
+    device = plan.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--device must be cpu or cuda, got {device!r}")
+    return dataclasses.replace(plan, device=device)
+
+
+def sequences(plan: Plan, count: int) -> list[dict[str, Tensor]]:
+    """Returns ``count`` samples of the standard library's sources: int64 ``[seq]`` under "input_ids" and "labels"."""
+    text = stdlib_text.load().train
+    ids, _ = next(stdlib_text.batches(text, count, plan.seq, 1, plan.seed))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def build(plan: Plan) -> nn.Module:
+    """Returns ``DeepseekV4ForCausalLM`` on the CPU, in fp32, with seeded weights.
+
+    Parameters that no gradient reaches are frozen. These are an indexer's, whose choice of keys has no gradient, and on
+    short sequences those of a compressor. FSDP2's checkpoints hold no state of the optimizer for them, and loading one
+    fails where it is expected.
+    """
+    size = Size(plan.layers, plan.dim, 2, plan.dim // 2, 2, plan.dim // 2, plan.batch, plan.seq, rounds=1)
+    torch.manual_seed(plan.seed)
+    model = model_of(size)
+    ids = torch.arange(plan.seq).remainder(size.vocab)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        parameter.grad = None
+    return model
+
+
+def routed(before: Mapping[str, int]) -> dict[str, int]:
+    """Returns how many ops the compiles since ``before``, an earlier ``mhc_inductor.counters()``, put into graphs."""
+    now = {name: count - before.get(name, 0) for name, count in mhc_inductor.counters().items()}
+    return {name: n for name, n in sorted(now.items()) if n and name.startswith(("routed ", "fused "))}
+
+
+def compare(eager: list[float], compiled: list[float], ops: Mapping[str, int]) -> float:
+    """Prints losses of both runs and the ops of the compiled one; returns the largest relative difference."""
+    if len(eager) != len(compiled):
+        raise RuntimeError(f"the eager run has {len(eager)} losses, the compiled one {len(compiled)}")
+    apart = [abs(c - e) / e for e, c in zip(eager, compiled, strict=True)]
+    table = Table(title="loss, nats a byte", title_justify="left")
+    for column in ("step", "eager", "mhc_inductor", "relative difference"):
+        table.add_column(column, justify="right")
+    stride = max(1, len(eager) // ROWS)
+    for i in range(stride - 1, len(eager), stride):
+        table.add_row(str(i + 1), f"{eager[i]:.6f}", f"{compiled[i]:.6f}", f"{apart[i]:.1e}")
+    console.print(table)
+    said = ", ".join(f"{name} {count}" for name, count in ops.items())
+    console.print(f"ops: {said or 'none in this start: nothing was left to train'}", soft_wrap=True)
+    console.print(f"largest relative difference of {len(eager)} losses: {max(apart):.1e}")
+    return max(apart)
