@@ -25,7 +25,14 @@ import accelerate
 import torch
 import typer
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, TorchDynamoPlugin, set_seed, tqdm
+from accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
+    set_seed,
+    tqdm,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from trainer_model import Plan, build, checked, compare, routed, sequences
@@ -57,14 +64,13 @@ def accelerator_of(plan: Plan, way: Way) -> Accelerator:
     """Returns the accelerator: FSDP2 under torchrun. The backend "mhc_inductor" is refused: "inductor" and enable()."""
     dynamo = fsdp = None
     if way is Way.accelerate:
-        dynamo = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+        dynamo = TorchDynamoPlugin(backend=DynamoBackend.INDUCTOR, use_regional_compilation=True)
     if "RANK" in os.environ:
-        # What is wrapped are the model's `_no_split_modules`: DeepSeek-V4's layers.
-        # Without this policy Accelerate's has bf16 gradients and a bf16 loss.
+        # Accelerate's own policy for bf16 sums gradients in bf16, and its loss is bf16.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         fsdp = FullyShardedDataParallelPlugin(
             fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
+            auto_wrap_policy="transformer_based_wrap",  # shards `_no_split_modules` of the model: its layers
             state_dict_type="SHARDED_STATE_DICT",
             mixed_precision_policy=policy if plan.bf16 else None,
         )
@@ -82,6 +88,7 @@ def accelerator_of(plan: Plan, way: Way) -> Accelerator:
 
 def shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
     """Makes Accelerate shard on CPUs, as it does on GPUs: it ignores an FSDP plugin there, and runs DDP."""
+    # The attributes that AcceleratorState.__init__ sets where there is an accelerator (seen in 1.14 and 1.15).
     accelerator.state.fsdp_plugin = plugin
     PartialState().distributed_type = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
@@ -164,7 +171,7 @@ def one_step(
             optimizer.step()  # does nothing before the last batch
             optimizer.zero_grad()
         losses.append(loss.detach().double())
-    mean: Tensor = accelerator.reduce(torch.stack(losses).mean(), "mean")  # type: ignore[assignment]
+    mean: Tensor = accelerator.reduce(torch.stack(losses).mean(), "mean")
     return mean.item()
 
 

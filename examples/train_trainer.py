@@ -31,16 +31,15 @@ SEQUENCES = 256
 class Way(str, enum.Enum):
     """Who compiles the model."""
 
-    eager = "eager"
     trainer = "trainer"
     model = "model"
 
 
-def arguments(plan: Plan, way: Way) -> TrainingArguments:
+def arguments(plan: Plan, folder: pathlib.Path, way: Way | None) -> TrainingArguments:
     """Returns the Trainer's arguments. The name "mhc_inductor" is refused as a backend: "inductor" and enable()."""
     compiles = way is Way.trainer
     return TrainingArguments(
-        output_dir=str(plan.folder / way.value),
+        output_dir=str(folder),
         max_steps=plan.steps,
         per_device_train_batch_size=plan.batch,
         gradient_accumulation_steps=plan.accumulate,
@@ -58,10 +57,9 @@ def arguments(plan: Plan, way: Way) -> TrainingArguments:
 
 
 @contextlib.contextmanager
-def formulas_routed(way: Way) -> Iterator[None]:
-    """Makes the ordinary backend find formulas while the Trainer compiles with it."""
-    if way is Way.trainer:
-        mhc_inductor.enable()
+def enabled() -> Iterator[None]:
+    """Makes the ordinary backend find formulas."""
+    mhc_inductor.enable()
     try:
         yield
     finally:
@@ -93,21 +91,25 @@ def losses_of(state: TrainerState) -> list[float]:
     return [entry["loss"] for entry in state.log_history if "loss" in entry]
 
 
-def train(plan: Plan, way: Way, callbacks: list[TrainerCallback] | None = None) -> list[float]:
-    """Trains from the last checkpoint on to the end; returns the loss of each step, earlier starts' included."""
-    last = last_checkpoint(plan.folder / way.value)
+def train(plan: Plan, way: Way | None, callbacks: list[TrainerCallback] | None = None) -> list[float]:
+    """Trains from the last checkpoint on to the end, eagerly where ``way`` is None.
+
+    Returns the loss of each step, earlier starts' included.
+    """
+    name = way.value if way else "eager"
+    last = last_checkpoint(plan.folder / name)
     if last is not None:
         state = TrainerState.load_from_json(str(last / "trainer_state.json"))
         if state.global_step >= plan.steps:  # the Trainer would take another step
-            console.print(f"{way.value}: complete")
+            console.print(f"{name}: complete")
             return losses_of(state)
     model = build(plan)
     if way is Way.model:
         model.compile(backend="mhc_inductor")
-    console.print(f"{way.value}: {f'resumed from {last.name}' if last else 'started'}")
-    with formulas_routed(way):
-        data: Any = sequences(plan, SEQUENCES)
-        trainer = ResumingTrainer(model, arguments(plan, way), train_dataset=data, callbacks=callbacks)
+    console.print(f"{name}: {f'resumed from {last.name}' if last else 'started'}")
+    data: Any = sequences(plan, SEQUENCES)
+    trainer = ResumingTrainer(model, arguments(plan, plan.folder / name, way), train_dataset=data, callbacks=callbacks)
+    with enabled() if way is Way.trainer else contextlib.nullcontext():
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
     return losses_of(trainer.state)
 
@@ -131,10 +133,9 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = Plan.seed,
 ) -> None:
     """Trains eager, then compiled, each from its last checkpoint on, and prints the losses of both."""
-    plan = Plan(folder, steps, every, accumulate, batch, seq, layers, dim, bf16, device or "", seed)
-    plan = checked(plan)
+    plan = checked(Plan(folder, steps, every, accumulate, batch, seq, layers, dim, bf16, device or "", seed))
     console.print(f"transformers {transformers.__version__}, torch {torch.__version__}, on {plan.device}")
-    eager = train(plan, Way.eager)
+    eager = train(plan, None)
     before = mhc_inductor.counters()
     compiled = train(plan, way)
     compare(eager, compiled, routed(before))

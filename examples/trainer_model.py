@@ -96,6 +96,6 @@ def compare(eager: list[float], compiled: list[float], ops: Mapping[str, int]) -
         table.add_row(str(i + 1), f"{eager[i]:.6f}", f"{compiled[i]:.6f}", f"{apart[i]:.1e}")
     console.print(table)
     said = ", ".join(f"{name} {count}" for name, count in ops.items())
-    console.print(f"ops: {said or 'none in this start: nothing was left to train'}", soft_wrap=True)
+    console.print(f"ops: {said or 'none: nothing was compiled in this start'}", soft_wrap=True)
     console.print(f"largest relative difference of {len(eager)} losses: {max(apart):.1e}")
     return max(apart)

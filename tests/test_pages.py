@@ -41,10 +41,11 @@ def _no_group() -> None:
 
 
 def _trainers() -> None:
-    """Checks what the page says of accelerate's list of backends."""
+    """Checks what the page says of accelerate's list of backends, and forgets what earlier tests set in the process."""
     plugin = pytest.importorskip("accelerate.utils").TorchDynamoPlugin
     with pytest.raises(ValueError, match="'MHC_INDUCTOR' is not a valid DynamoBackend"):
         plugin(backend="mhc_inductor")
+    pytest.importorskip("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
 
 
 BEFORE = {"docs/distributed.md": _no_group, "docs/trainers.md": _trainers}

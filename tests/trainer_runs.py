@@ -72,6 +72,7 @@ def accelerate(folder: pathlib.Path) -> None:
         found["kept"] = sorted(f.name for f in (folder / "cut" / "accelerate").iterdir())
         example.one_step = noted(plain, found)
         run("cut", example.Way.accelerate)
+        example.one_step = plain
         accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
         run("model", example.Way.model)
         (folder / f"found{accelerator.process_index}.json").write_text(json.dumps(found))
