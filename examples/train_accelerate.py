@@ -171,8 +171,8 @@ def one_step(
             optimizer.step()  # does nothing before the last batch
             optimizer.zero_grad()
         losses.append(loss.detach().double())
-    mean: Tensor = accelerator.reduce(torch.stack(losses).mean(), "mean")
-    return mean.item()
+    mean: Any = accelerator.reduce(torch.stack(losses).mean(), "mean")
+    return float(mean)
 
 
 def main(
