@@ -48,6 +48,7 @@ from mhc_inductor.api import (  # noqa: E402
     ops_to_save,
     selection_attention,
 )
+from mhc_inductor.api.attention_interface import register_attention  # noqa: E402
 from mhc_inductor.api.export import decompositions, route_exported  # noqa: E402
 from mhc_inductor.api.warmup import warmup  # noqa: E402
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
@@ -81,6 +82,7 @@ __all__ = [
     "nn",
     "ops",
     "ops_to_save",
+    "register_attention",
     "route_exported",
     "selection_attention",
     "warmup",
