@@ -98,11 +98,10 @@ def attention(
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         attention_mask = _without_mask(query, s_kv, bool(causal))
-    rows = attention_mask.shape[2]
-    if attention_mask.dim() != 4 or attention_mask.shape[3] != 2 or rows not in (s, s + s_kv):
+    if list(attention_mask.shape[1:]) not in ([1, s, 2], [1, s + s_kv, 3]):
         raise unsupported(f"models that change the mask, which became {list(attention_mask.shape)}")
-    ranges = attention_mask[:, 0, :s, None, None].expand(batch, s, groups, 1, 2)
-    hidden = attention_mask[:, 0, s:, 0].expand(batch, -1) if rows == s + s_kv else None
+    ranges = attention_mask[:, 0, :s, None, None, :2].expand(batch, s, groups, 1, 2)
+    hidden = attention_mask[:, 0, s:, 2].expand(batch, -1) if attention_mask.shape[3] == 3 else None
     options["segments_q"], options["segments_k"] = _segments(hidden, batch, s, s_kv, kwargs)
     return selection_attention(q, key, value, ranges, **options).flatten(2, 3), None
 
@@ -122,6 +121,9 @@ def _check_options(dropout: float, options: dict[str, Any]) -> None:
         raise unsupported("output_attentions", '"eager"')
     if options.get("cache") is not None:
         raise unsupported("paged caches", '"sdpa"')
+    for name, value in options.items():
+        if name.endswith("indices") and value is not None:
+            raise unsupported(f"{name}, the keys that an indexer chose")
 
 
 def _without_mask(query: Tensor, s_kv: int, causal: bool) -> Tensor:

@@ -47,6 +47,7 @@ def ranges_of_keys(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor:
@@ -63,18 +64,23 @@ def ranges_of_keys(
         attention_mask: ``[B, n]`` bool, False for padding, by position. None for no padding.
         local_size: Size of the window or chunk, or None.
         use_vmap: Whether the caller combined the mask with a function of its own.
+        allow_is_causal_skip: Whether the caller takes something else than a mask over queries and keys.
         device: Device of the result.
         kwargs: What other implementations need.
 
     Returns:
-        ``[B, 1, S, 2]`` int32: start and end (exclusive) of each query's range, as indices of keys. With padding
-        ``[B, 1, S + S_kv, 2]``: the last S_kv rows say of each key whether it is hidden, 1, or not, 0.
+        ``[B, 1, S, 2]`` int32: start and end (exclusive) of each query's range, as indices of keys. If padding is not one
+        run at each side, or in a compiled graph, ``[B, 1, S + S_kv, 3]``: the rows of the queries, then one of each key,
+        whose last number is 1 if the key is hidden.
 
     Raises:
-        ValueError: The mask is not one of transformers' causal, sliding, chunked, packed or bidirectional ones.
+        ValueError: The mask is not one of transformers' causal, sliding, chunked, packed or bidirectional ones, or the
+            model computes with it.
     """
     name = _CAUSAL if mask_function is None else getattr(mask_function, "__name__", "another kind")
     _check_mask(name, mask_function, use_vmap)
+    if name == _CAUSAL and q_length > 1 and not allow_is_causal_skip:  # asked for by models that read the mask
+        raise unsupported("models that combine the mask with one of their own, as indexers do")
     query = (torch.arange(q_length, device=device) + q_offset).view(1, 1, -1, 1)
     key = torch.arange(kv_length, device=device) + kv_offset
     if mask_function is None or name == _CAUSAL:
@@ -85,14 +91,24 @@ def ranges_of_keys(
         start, last = _ends(mask_function, batch_size, query, key, attention_mask, local_size)
     ranges = torch.cat((start, last + 1), -1) - kv_offset
     ranges = ranges.clamp(0, kv_length).to(torch.int32).expand(batch_size, 1, -1, 2)
-    if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
-        # A static cache is longer than the mask: its other keys are in the future, or are cut off here.
-        return ranges if attention_mask is None else ranges.clamp(max=attention_mask.shape[-1] - kv_offset)
-    missing = kv_length + kv_offset - attention_mask.shape[-1]
+    if attention_mask is None:
+        return ranges
+    missing = kv_length + kv_offset - attention_mask.shape[-1]  # the free part of a static cache
     if missing > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
-    hidden = (~attention_mask.bool()[:, key]).to(torch.int32)
-    return torch.cat((ranges, hidden[:, None, :, None].expand(-1, -1, -1, 2)), 2)
+    return _padded(ranges, attention_mask.bool()[:, key])
+
+
+def _padded(ranges: Tensor, visible: Tensor) -> Tensor:
+    """Returns the ranges cut to the visible keys ``[B, S_kv]`` if these are one run, else with a row for each key."""
+    if not torch.compiler.is_compiling():  # a compiled graph must not depend on the values
+        runs = visible[:, 0] + (visible[:, 1:] > visible[:, :-1]).sum(-1)
+        if bool((runs <= 1).all()):
+            first = visible.to(torch.int32).argmax(-1)
+            run = torch.stack((first, first + visible.sum(-1)), -1).to(torch.int32).view(-1, 1, 1, 2)
+            return ranges.clamp(run[..., :1], run[..., 1:])
+    rows = torch.nn.functional.pad((~visible).to(torch.int32)[:, None, :, None], (2, 0))
+    return torch.cat((torch.nn.functional.pad(ranges, (0, 1)), rows), 2)
 
 
 def _check_mask(name: str, mask_function: Callable[..., Tensor] | None, use_vmap: bool) -> None:
