@@ -452,6 +452,7 @@ WITHOUT = {
     "nn.E79State": "the state that nn.E79Layer returns and is drawn with",
     "nn.NSACache": "the cache that nn.NativeSparseAttention returns and is drawn with",
     "ops": "a module that is imported for its ops",
+    "register_attention": "takes nothing; tests/test_attention_interface.py runs models with it",
     "ops_to_save": "takes nothing; tests/test_checkpoint_policies.py",
 }
 """Public names without a property, and why."""
