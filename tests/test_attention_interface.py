@@ -34,13 +34,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 2,
         "intermediate_size_mlp": 24,
     },
-    "Gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": None, "query_pre_attn_scalar": 8},
-    "Gemma3": {"sliding_window": WINDOW, "layer_types": TWO, "query_pre_attn_scalar": 8},
+    "Gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": None, "query_pre_attn_scalar": 3},
+    "Gemma3": {"sliding_window": WINDOW, "layer_types": TWO, "query_pre_attn_scalar": 3},
+    "Gemma4": {
+        "sliding_window": WINDOW,
+        "layer_types": TWO * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 32,
+    },
     "GptOss": {"sliding_window": WINDOW, "layer_types": TWO, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
-"""A model without windows, sliding ones, a chunked one, and one with sinks; what its configuration adds to the sizes."""
+"""A model without windows, sliding ones, a chunked one, one that cuts masks, and one with sinks; what its configuration adds to the sizes."""
 CHUNKED = inspect.signature(masking_utils.create_chunked_causal_mask).parameters
-PLAIN = ("Llama", "Mistral", "Llama4", "Gemma3")
+PLAIN = ("Llama", "Mistral", "Llama4", "Gemma3", "Gemma4")
 """Those that sdpa runs too."""
 
 
@@ -338,8 +347,9 @@ def test_sequences_packed_by_boundaries() -> None:
     query, key = torch.randn(1, 4, S, 8), torch.randn(1, 2, S, 8)
     out, _ = attention(model, query, key, key, None, is_causal=True, cu_seq_lens_q=ends)
     for part in (slice(0, 5), slice(5, 14)):
-        alone, _ = attention(model, query[:, :, part], key[:, :, part], key[:, :, part], None, is_causal=True)
-        assert_close([out[:, part]], [alone])
+        parts = (t[:, :, part] for t in (query, key, key))
+        alone = nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        assert_close([out[:, part].transpose(1, 2)], [alone])
 
 
 def test_encoders_and_cross_attention() -> None:
@@ -380,6 +390,15 @@ def test_an_option_that_is_not_supported_names_what_to_use(option: dict[str, Any
         attention(nn.Identity(), query, query, query, **{"attention_mask": None} | option)
     if "attention_mask" not in option:
         assert next(iter(option)) in str(error.value).replace("paged caches", "cache")
+
+
+def test_a_model_that_cuts_the_mask_raises_where_that_drops_padding() -> None:
+    """Gemma 4 runs the layers that share keys for the last token alone, and cuts their masks to its row."""
+    model = build("Gemma4", "mhc_inductor")
+    given = {"input_ids": tokens(), **INPUTS["padded left"]}
+    assert_close([model(**given, logits_to_keep=1).logits], [model(**given).logits[:, -1:]])
+    with pytest.raises(ValueError, match=r"change the mask, which became \[2, 1, 1, 3\]"):
+        model(input_ids=tokens(), **INPUTS["padded with holes"], logits_to_keep=1)
 
 
 def test_models_raise_what_their_options_need() -> None:
