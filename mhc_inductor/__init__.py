@@ -48,10 +48,10 @@ from mhc_inductor.api import (  # noqa: E402
     ops_to_save,
     selection_attention,
 )
-from mhc_inductor.api.attention_interface import register_attention  # noqa: E402
 from mhc_inductor.api.export import decompositions, route_exported  # noqa: E402
 from mhc_inductor.api.warmup import warmup  # noqa: E402
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
+from mhc_inductor.integrations.attention_interface import register_attention  # noqa: E402
 from mhc_inductor.kernels import eager as _eager  # noqa: E402
 from mhc_inductor.ops.segments import ANY_SEGMENT  # noqa: E402
 from mhc_inductor.routing.explain import explain  # noqa: E402

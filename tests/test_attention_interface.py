@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 import mhc_inductor
-from mhc_inductor.api.attention_interface import attention
-from mhc_inductor.api.mask_ranges import ranges_of_keys
+from mhc_inductor.integrations.attention_interface import attention
+from mhc_inductor.integrations.mask_ranges import ranges_of_keys
 
 WINDOW = 5
 B, S = 2, 14

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import versions
-from mhc_inductor.api.mask_ranges import NAME, ranges_of_keys, unsupported
 from mhc_inductor.api.selection import selection_attention
+from mhc_inductor.integrations.mask_ranges import NAME, ranges_of_keys, unsupported
 
 OLDEST = (5, 17)
 """The oldest transformers whose interface to masks this module knows."""
