@@ -397,8 +397,10 @@ def test_a_model_that_cuts_the_mask_raises_where_that_drops_padding() -> None:
     model = build("Gemma4", "mhc_inductor")
     given = {"input_ids": tokens(), **INPUTS["padded left"]}
     assert_close([model(**given, logits_to_keep=1).logits], [model(**given).logits[:, -1:]])
+    holes = INPUTS["padded with holes"]["attention_mask"].bool()
+    last, key = ranges_of_keys(B, S, S, attention_mask=holes)[:, :, -1:], torch.randn(B, 2, S, 8)
     with pytest.raises(ValueError, match=r"change the mask, which became \[2, 1, 1, 3\]"):
-        model(input_ids=tokens(), **INPUTS["padded with holes"], logits_to_keep=1)
+        attention(model, torch.randn(B, 4, 1, 8), key, key, last)
 
 
 def test_models_raise_what_their_options_need() -> None:
