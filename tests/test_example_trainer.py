@@ -63,14 +63,14 @@ def _started(*command: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_trainer_compiles_with_inductor_in_bf16(trainer: ModuleType, tmp_path: pathlib.Path) -> None:
-    """Inductor keeps numbers in fp32 that eager rounds to bf16: losses are as near as those of bf16 and fp32."""
+    """Inductor keeps numbers in fp32 that eager rounds to bf16: losses differ by less than an eighth of a rounding to bf16."""
     plan = trainer.Plan(tmp_path, **SIZES)
     eager = trainer.train(plan, None)
     before = trainer.mhc_inductor.counters()
     compiled = trainer.train(plan, trainer.Way.trainer)
     ops = trainer.routed(before)
     assert {name: count for name, count in ops.items() if name.startswith("routed ")} == ALL
-    assert trainer.compare(eager, compiled, ops) < 2e-4
+    assert trainer.compare(eager, compiled, ops) < 5e-4
     assert len({*eager}) == 4 and 5.0 < eager[3] < eager[0] < 6.0
     # A run that was stopped after its first checkpoint goes on: it loads weights, optimizer, schedule and data order.
     shutil.rmtree(tmp_path / "trainer" / "checkpoint-4")
