@@ -19,9 +19,8 @@ from mhc_inductor.try_model import command, configuration, worker
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "head_dim": 16}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-V4 = {"layer_types": ["compressed_sparse_attention"], "hidden_size": 32, "moe_intermediate_size": 16, "hc_mult": 2}
-V4 |= {"num_attention_heads": 2, "head_dim": 32, "o_groups": 1, "index_n_heads": 2, "index_head_dim": 16}
-V4 |= {"index_topk": 2, "hc_sinkhorn_iters": 2}
+V4 = {"layer_types": ["sliding_attention"], "hidden_size": 32, "moe_intermediate_size": 16, "hc_mult": 2}
+V4 |= {"num_attention_heads": 2, "head_dim": 32, "o_groups": 1, "sliding_window": 4, "hc_sinkhorn_iters": 2}
 FAST = {"ATEN_CPU_CAPABILITY": "default", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Compiles in less time."""
 
@@ -42,7 +41,15 @@ def test_deepseek_v4_from_its_name_in_one_command(tmp_path: pathlib.Path) -> Non
         "deepseek_v4", "--tokens", "24", "--device", "cpu", "--out", str(tmp_path), *settings, HF_HUB_OFFLINE="1"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for word in ("eager", "torch.compile", 'backend="mhc_inductor"', "compile, s", "RSS", "1 mhc_head", "1 index_topk"):
+    for word in (
+        "eager",
+        "torch.compile",
+        'backend="mhc_inductor"',
+        "compile, s",
+        "RSS",
+        "1 mhc_head",
+        "1 selection_attention",
+    ):
         assert word in done.stdout, done.stdout
     assert "5/5" in done.stderr and "num_hidden_layers 43 -> 1" in done.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
@@ -124,6 +131,8 @@ def test_a_folder_with_weights_gives_its_own_model(tmp_path: pathlib.Path) -> No
         (["llama", "--set", "hidden_size"], 2, "expected key=value"),
         (["llama", "--weights"], 2, "--weights takes a folder with config.json and weights, got 'llama'"),
         (["vit"], 2, "transformers has no model of type vit that takes tokens"),
+        (["gpt2", "--tokens", "1025"], 2, "--tokens 1025: the model takes at most 1024"),
+        (["llama", "--device", "tpu"], 2, "--device takes cpu, or cuda where torch sees a GPU; got 'tpu'"),
         (["llama", "--dtype", "int8"], 2, "--dtype takes one of float64"),
         (["owner/model"], 1, "Offline: give a folder, a config.json, or a model type such as deepseek_v4"),
     ],

@@ -80,18 +80,21 @@ def settled(job: Job, settings: Sequence[str], as_is: bool) -> tuple[Job, Any, l
     """
     if job.weights and not pathlib.Path(job.source).is_dir():
         raise ValueError(f"--weights takes a folder with config.json and weights, got {job.source!r}")
-    if job.device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device {job.device}: torch sees no GPU")
+    if job.device != "cpu" and not (job.device.startswith("cuda") and torch.cuda.is_available()):
+        raise ValueError(f"--device takes cpu, or cuda where torch sees a GPU; got {job.device!r}")
     config = configuration.load(job.source, job.trust_remote_code)
     kind_of(config)  # raises if there is no such model
     user = configuration.given(config, settings)
+    most = user.get("max_position_embeddings", getattr(config.get_text_config(), "max_position_embeddings", None))
+    if most is not None and job.tokens > most:
+        raise ValueError(f"--tokens {job.tokens}: the model takes at most {most} (max_position_embeddings)")
     always = configuration.without_chance(config) if job.training else {}
     before, notes = configuration.fields(config), list[str]()
     every = configuration.STEPS
     fewer = [tuple(s for s in every if s != left) for left in reversed(every)]
     for steps in ((),) if as_is or job.weights else (every, *fewer):
-        changes = always | configuration.smaller(config, user, steps) | user
         try:
+            changes = always | configuration.smaller(config, user, steps) | user
             small = dataclasses.replace(job, changes=changes)
             model = small.build()
             step(model, model, small.inputs(model))
