@@ -307,8 +307,8 @@ def _models(results: Results, cases: tuple[str, ...] = ()) -> str:
     headings = ["of transformers, unmodified", "tokens", "", "torch.compile, ms", "with this package, ms"]
     table = markdown([*headings, "in CUDA graphs, ms", "peak, GiB", "compile, s"], lines)
     small, wide = map(_measured, runs)
-    where = f"{small}; published widths: {wide.rpartition(', ')[2]}"
-    return f"{table}\n\nbf16, random weights; peak and compile: torch.compile / with this package. {where}."
+    where = f"{small}; widths: {wide.rpartition(', ')[2]}"
+    return f"{table}\n\nbf16; peak, compile: torch.compile / this package. {where}."
 
 
 _OF_THE_README = (

@@ -27,13 +27,17 @@ from benchmarks.source_hash import ROOT
 RESULT = ROOT / "benchmarks" / "results" / "tests.json"
 SECONDS = 1.0
 """Seconds for all cases of a test function."""
-LONGEST = 6.0
+LONGEST = 4.0
 """Seconds of an average case above which a test function is left out."""
 LAWS: dict[str, tuple[str, ...]] = {
     "adversarial programs": ("test_adversarial.py::test_random_programs_give_what_eager_gives",),
     "caches of compiled code": (
         "test_cacheable.py::test_a_routed_model_is_cached",
         "test_process_state.py::test_a_graph_with_ops_under_the_plain_backend_is_compiled_with_the_pass_and_its_key",
+    ),
+    "code of others that calls ours": (
+        "test_example_trainer.py::test_accelerate_on_one_process",
+        "test_try_model.py::test_nothing_of_a_llama_is_routed_and_training_is_compared",
     ),
     "code of the pages": ("test_pages.py::test_the_code_of_a_page_runs",),
     "disable() takes everything back": ("test_laws_process.py::test_disable_takes_everything_back",),
