@@ -293,22 +293,21 @@ def _models(results: Results, cases: tuple[str, ...] = ()) -> str:
     """Returns the table of whole models with sparse attention: those of ``cases``, or all that were measured."""
     runs = [results(name) for name in ("sparse_models", "sparse_models-published")]
     lines = []
-    for result in runs:
-        for case in result["settings"]["cases"]:
-            name = f"{case['model']}-{case['batch']}x{case['seq']}-{case['part']}"
-            rows = {r["variant"]: r for r in result["rows"] if r["case"] == name and "median_ms" in r}
-            if "mhc_inductor" not in rows or (cases and name not in cases):
-                continue
-            found = [rows.get(v, {}) for v in (COMPILE, "mhc_inductor", _GRAPHS)]
-            times = [_short(r["median_ms"]) if r else "" for r in found]
-            memory, compiles = ([f"{r[k]:.1f}" if r else "" for r in found[:2]] for k in ("peak_gib", "compile_s"))
-            size = f"{case['batch']} x {case['seq']}"
-            lines.append([_SPARSE[case["model"]], size, case["part"], *times, " / ".join(memory), " / ".join(compiles)])
+    for result, case in ((run, case) for run in runs for case in run["settings"]["cases"]):
+        name = f"{case['model']}-{case['batch']}x{case['seq']}-{case['part']}"
+        rows = {r["variant"]: r for r in result["rows"] if r["case"] == name and "median_ms" in r}
+        if "mhc_inductor" not in rows or (cases and name not in cases):
+            continue
+        found = [rows.get(v, {}) for v in (COMPILE, "mhc_inductor", _GRAPHS)]
+        times = [_short(r["median_ms"]) if r else "" for r in found]
+        memory, compiles = ([f"{r[k]:.1f}" if r else "" for r in found[:2]] for k in ("peak_gib", "compile_s"))
+        size = f"{case['batch']} x {case['seq']}"
+        lines.append([_SPARSE[case["model"]], size, case["part"], *times, " / ".join(memory), " / ".join(compiles)])
     headings = ["of transformers, unmodified", "tokens", "", "torch.compile, ms", "with this package, ms"]
     table = markdown([*headings, "in CUDA graphs, ms", "peak, GiB", "compile, s"], lines)
     small, wide = map(_measured, runs)
-    where = f"{small}; widths: {wide.rpartition(', ')[2]}"
-    return f"{table}\n\nbf16; peak, compile: torch.compile / this package. {where}."
+    where = f"{small}; published widths: {wide.rpartition(', ')[2]}"
+    return f"{table}\n\nbf16; peak, compile: torch.compile / ours. {where}."
 
 
 _OF_THE_README = (

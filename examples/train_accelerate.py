@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 import accelerate
 import torch
+import trainer_model
 import typer
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
@@ -35,7 +36,7 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from trainer_model import Plan, build, checked, compare, routed, sequences
+from trainer_model import Plan, build, checked, compare, enabled, routed, sequences
 
 import mhc_inductor
 
@@ -97,13 +98,9 @@ def shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugi
 @contextlib.contextmanager
 def compiled_by(way: Way | None) -> Iterator[None]:
     """Routes what Accelerate compiles; for None the compiled layers run eagerly."""
-    if way is Way.accelerate:
-        mhc_inductor.enable()
-    try:
-        with torch.compiler.set_stance("force_eager" if way is None else "default"):
-            yield
-    finally:
-        mhc_inductor.disable()
+    stance = torch.compiler.set_stance("force_eager" if way is None else "default")
+    with enabled() if way is Way.accelerate else contextlib.nullcontext(), stance:
+        yield
 
 
 def last_checkpoint(folder: pathlib.Path) -> pathlib.Path | None:
@@ -179,17 +176,17 @@ def main(
     way: Annotated[
         Way, typer.Option("--compile", help="Who compiles the layers: Accelerate, or the model before it.")
     ] = Way.accelerate,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps in all.")] = Plan.steps,
-    every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = Plan.every,
-    accumulate: Annotated[int, typer.Option(min=1, help="Batches of a step and process.")] = Plan.accumulate,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = Plan.batch,
-    seq: Annotated[int, typer.Option(min=2, help="Bytes of a sequence.")] = Plan.seq,
-    layers: Annotated[int, typer.Option(min=1, help="Layers, each an attention and experts.")] = Plan.layers,
-    dim: Annotated[int, typer.Option(min=32, help="Width D of a stream, a multiple of 32.")] = Plan.dim,
-    bf16: Annotated[bool, typer.Option(help="Compute in bf16; weights stay in fp32.")] = Plan.bf16,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
-    folder: Annotated[pathlib.Path, typer.Option(help="Checkpoints.")] = pathlib.Path("train_accelerate"),
-    seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = Plan.seed,
+    steps: trainer_model.Steps = Plan.steps,
+    every: trainer_model.Every = Plan.every,
+    accumulate: trainer_model.Accumulate = Plan.accumulate,
+    batch: trainer_model.Batch = Plan.batch,
+    seq: trainer_model.Seq = Plan.seq,
+    layers: trainer_model.Layers = Plan.layers,
+    dim: trainer_model.Dim = Plan.dim,
+    bf16: trainer_model.Bf16 = Plan.bf16,
+    device: trainer_model.Device = None,
+    folder: trainer_model.Folder = pathlib.Path("train_accelerate"),
+    seed: trainer_model.Seed = Plan.seed,
 ) -> None:
     """Trains eager, then compiled, each from its last checkpoint on, and prints the losses of both."""
     plan = checked(Plan(folder, steps, every, accumulate, batch, seq, layers, dim, bf16, device or "", seed))

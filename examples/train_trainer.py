@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import pathlib
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
+import trainer_model
 import transformers
 import typer
-from trainer_model import Plan, build, checked, compare, console, routed, sequences
+from trainer_model import Plan, build, checked, compare, console, enabled, routed, sequences
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import mhc_inductor
@@ -54,16 +54,6 @@ def arguments(plan: Plan, folder: pathlib.Path, way: Way | None) -> TrainingArgu
         torch_compile=compiles,
         torch_compile_backend="inductor" if compiles else None,
     )
-
-
-@contextlib.contextmanager
-def enabled() -> Iterator[None]:
-    """Makes the ordinary backend find formulas."""
-    mhc_inductor.enable()
-    try:
-        yield
-    finally:
-        mhc_inductor.disable()
 
 
 def last_checkpoint(folder: pathlib.Path) -> pathlib.Path | None:
@@ -118,19 +108,17 @@ def main(
     way: Annotated[
         Way, typer.Option("--compile", help="Who compiles: the Trainer, or the model before it.")
     ] = Way.trainer,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps in all.")] = Plan.steps,
-    every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = Plan.every,
-    accumulate: Annotated[int, typer.Option(min=1, help="Batches of a step.")] = Plan.accumulate,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = Plan.batch,
-    seq: Annotated[int, typer.Option(min=2, help="Bytes of a sequence.")] = Plan.seq,
-    layers: Annotated[
-        int, typer.Option(min=1, help="Layers of one attention and one mixture of experts.")
-    ] = Plan.layers,
-    dim: Annotated[int, typer.Option(min=32, help="Width D of a stream, a multiple of 32.")] = Plan.dim,
-    bf16: Annotated[bool, typer.Option(help="Autocast to bf16.")] = Plan.bf16,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
-    folder: Annotated[pathlib.Path, typer.Option(help="Checkpoints.")] = pathlib.Path("train_trainer"),
-    seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = Plan.seed,
+    steps: trainer_model.Steps = Plan.steps,
+    every: trainer_model.Every = Plan.every,
+    accumulate: trainer_model.Accumulate = Plan.accumulate,
+    batch: trainer_model.Batch = Plan.batch,
+    seq: trainer_model.Seq = Plan.seq,
+    layers: trainer_model.Layers = Plan.layers,
+    dim: trainer_model.Dim = Plan.dim,
+    bf16: trainer_model.Bf16 = Plan.bf16,
+    device: trainer_model.Device = None,
+    folder: trainer_model.Folder = pathlib.Path("train_trainer"),
+    seed: trainer_model.Seed = Plan.seed,
 ) -> None:
     """Trains eager, then compiled, each from its last checkpoint on, and prints the losses of both."""
     plan = checked(Plan(folder, steps, every, accumulate, batch, seq, layers, dim, bf16, device or "", seed))

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Annotated
 
 import stdlib_text
 import torch
@@ -40,6 +42,29 @@ class Plan:
     bf16: bool = True
     device: str = "cpu"
     seed: int = 0
+
+
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps in all.")]
+Every = Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")]
+Accumulate = Annotated[int, typer.Option(min=1, help="Batches of a step and process.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences of a batch.")]
+Seq = Annotated[int, typer.Option(min=2, help="Bytes of a sequence.")]
+Layers = Annotated[int, typer.Option(min=1, help="Layers, each an attention and experts.")]
+Dim = Annotated[int, typer.Option(min=32, help="Width D of a stream, a multiple of 32.")]
+Bf16 = Annotated[bool, typer.Option(help="Compute in bf16; weights stay in fp32.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")]
+Folder = Annotated[pathlib.Path, typer.Option(help="Checkpoints.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights and text.")]
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """Makes the ordinary backend find formulas."""
+    mhc_inductor.enable()
+    try:
+        yield
+    finally:
+        mhc_inductor.disable()
 
 
 def checked(plan: Plan) -> Plan:

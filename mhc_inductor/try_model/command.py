@@ -78,16 +78,7 @@ def settled(job: Job, settings: Sequence[str], as_is: bool) -> tuple[Job, Any, l
         ValueError: if an argument is wrong, or the model takes none of the configurations that were tried.
         OSError: if the configuration cannot be fetched.
     """
-    if job.weights and not pathlib.Path(job.source).is_dir():
-        raise ValueError(f"--weights takes a folder with config.json and weights, got {job.source!r}")
-    if job.device != "cpu" and not (job.device.startswith("cuda") and torch.cuda.is_available()):
-        raise ValueError(f"--device takes cpu, or cuda where torch sees a GPU; got {job.device!r}")
-    config = configuration.load(job.source, job.trust_remote_code)
-    kind_of(config)  # raises if there is no such model
-    user = configuration.given(config, settings)
-    most = user.get("max_position_embeddings", getattr(config.get_text_config(), "max_position_embeddings", None))
-    if most is not None and job.tokens > most:
-        raise ValueError(f"--tokens {job.tokens}: the model takes at most {most} (max_position_embeddings)")
+    config, user = _asked(job, settings)
     always = configuration.without_chance(config) if job.training else {}
     before, notes = configuration.fields(config), list[str]()
     every = configuration.STEPS
@@ -102,16 +93,35 @@ def settled(job: Job, settings: Sequence[str], as_is: bool) -> tuple[Job, Any, l
             sizes = f"with smaller {', '.join(steps)}" if steps else "as it is"
             notes.append(f"the model refuses its configuration {sizes}: {type(error).__name__}: {error}")
             continue
-        told = {k: v for k, v in changes.items() if v != before[k] and not isinstance(v, (list, dict))}
-        short = [f"{k} {before[k]} -> {v}" for k, v in told.items()]
-        notes += [f"changed for this run: {', '.join(short)}"] if short else []
-        keys = job.tokens // min((before.get("compress_rates") or {"": 1}).values())
-        if (topk := configuration.fields(model.config).get("index_topk") or 0) >= keys:
-            notes.append(
-                f"index_topk={topk} takes all of {keys} keys: more --tokens, or --set index_topk=, and it chooses"
-            )
+        notes += _notes(small, model, before)
         return small, model, notes
     raise ValueError("\n     ".join(notes))
+
+
+def _asked(job: Job, settings: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Returns the configuration before any change, and what the user sets in it. Raises as :func:`settled` does."""
+    if job.weights and not pathlib.Path(job.source).is_dir():
+        raise ValueError(f"--weights takes a folder with config.json and weights, got {job.source!r}")
+    if job.device != "cpu" and not (job.device.startswith("cuda") and torch.cuda.is_available()):
+        raise ValueError(f"--device takes cpu, or cuda where torch sees a GPU; got {job.device!r}")
+    config = configuration.load(job.source, job.trust_remote_code)
+    kind_of(config)  # raises if there is no such model
+    user = configuration.given(config, settings)
+    most = user.get("max_position_embeddings", getattr(config.get_text_config(), "max_position_embeddings", None))
+    if most is not None and job.tokens > most:
+        raise ValueError(f"--tokens {job.tokens}: the model takes at most {most} (max_position_embeddings)")
+    return config, user
+
+
+def _notes(job: Job, model: Any, before: dict[str, Any]) -> list[str]:
+    """Returns what was changed in a configuration that was ``before``, and whether its indexers choose any keys."""
+    told = {k: v for k, v in job.changes.items() if v != before[k] and not isinstance(v, (list, dict))}
+    short = [f"{k} {before[k]} -> {v}" for k, v in told.items()]
+    notes = [f"changed for this run: {', '.join(short)}"] if short else []
+    keys = job.tokens // min((before.get("compress_rates") or {"": 1}).values())
+    if (topk := configuration.fields(model.config).get("index_topk") or 0) >= keys:
+        notes.append(f"index_topk={topk} takes all of {keys} keys: more --tokens, or --set index_topk=, and it chooses")
+    return notes
 
 
 def _header(job: Job, model: Any) -> dict[str, Any]:
