@@ -13,13 +13,14 @@ import functools
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from . import accuracy, lists_fill, lists_warm, running, timing
 from . import lists_cases as cases
+from . import lists_others as others
 from . import lists_peers as peers
 from . import lists_targets as targets
 from .lists_cases import Case, make_case
@@ -228,12 +229,19 @@ class Run(running.PartRun[Settings]):
         """Measures the other implementations at the same shapes next to the op, and how many times as long they take."""
         for shape in self.shapes:
             for what in self.whats(shape):
-                wanted = [_header(shape, what, name) for name in ("ops", *shape.peers)]
-                self.place("peers", wanted, functools.partial(self.peers_at, shape, what))
+                names = ("ops", *self.packages(shape, what), *shape.peers)
+                wanted = [_header(shape, what, name) for name in names]
+                self.place("peers", wanted, functools.partial(self.peers_at, shape, what, names))
 
-    def peers_at(self, shape: Shape, what: str) -> None:
+    def packages(self, shape: Shape, what: str) -> list[str]:
+        """Returns the other packages to measure at a shape; why one cannot be measured here goes into the result."""
+        reasons = {name: others.missing(name) for name in shape.packages(what)}
+        self.result["skipped"] |= {name: reason for name, reason in reasons.items() if reason}
+        return [name for name, reason in reasons.items() if not reason]
+
+    def peers_at(self, shape: Shape, what: str, names: Sequence[str]) -> None:
         case = make_case(shape, self.device)
-        self.each("peers", case, what, ("ops", *shape.peers), case.pairs)
+        self.each("peers", case, what, names, case.pairs)
         self.compare(shape.name, what)
 
     def each(self, part: str, case: Case, what: str, names: Iterable[str], pairs: int) -> None:

@@ -7,6 +7,7 @@ The formula is written independently of the package's reference. It gives the va
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from .selection_cases import Named, relative, sample_of
 
 _CHUNK = 1 << 26
 __all__ = ["Case", "Named", "make_case", "relative", "sample_of"]
+Call = Callable[[], Named]
+Attend = Callable[..., Tensor]
 
 
 @dataclasses.dataclass
@@ -142,6 +145,29 @@ def gradients(o: Tensor, leaves: Named, dout: Tensor) -> Named:
 def both(case: Case, leaves: Named) -> Named:
     """Returns o and the gradients of the op for all inputs that have one."""
     return gradients(op(case, leaves)[0], leaves, case.dout)
+
+
+def call(case: Case, what: str, attend: Attend) -> Call:
+    """Returns a call of ``attend(q, k, v, sink)`` on q ``[B, S, h, Dk]``, k and v ``[B, T, D]``, sink ``[h]``.
+
+    v is None where the values are the first columns of the keys.
+    """
+
+    def o(leaves: Named) -> Tensor:
+        v = leaves["v"][:, 0] if "v" in leaves else None
+        sink = leaves["sink"][0] if "sink" in leaves else None
+        return attend(leaves["q"][:, :, 0], leaves["k"][:, 0], v, sink)[:, :, None]
+
+    leaves = case.leaves()
+    if what == "fb":
+        return lambda: gradients(o(leaves), leaves, case.dout)
+    inputs = {n: t.detach() for n, t in leaves.items()}
+
+    def forward() -> Named:
+        with torch.no_grad():
+            return {"o": o(inputs)}
+
+    return forward
 
 
 # ---- the formula

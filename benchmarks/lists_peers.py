@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peers of attention over lists: dense SDPA, torch.compile of plain formulas, the selection op over ranges."""
+"""The peers of attention over lists: dense SDPA, torch.compile, the selection op over ranges, and other packages."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import mhc_inductor
 
 from . import lists_cases as cases
+from . import lists_others as others
 from . import lists_targets as targets
-from .lists_cases import Case, Named
+from .lists_cases import Attend, Call, Case, call
 
-Call = Callable[[], Named]
 Made = tuple[Call, str]
 """A call, and a note on how it is made."""
-Attend = Callable[..., Tensor]
 BACKENDS = {
     SDPBackend.MATH: "math",
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -29,29 +27,6 @@ BACKENDS = {
     SDPBackend.CUDNN_ATTENTION: "cuDNN",
 }
 _FEW = 128
-
-
-def _call(case: Case, what: str, attend: Attend) -> Call:
-    """Returns a call of ``attend(q, k, v, sink)`` on q ``[B, S, h, Dk]``, k and v ``[B, T, D]``, sink ``[h]``.
-
-    v is None where the values are the first columns of the keys.
-    """
-
-    def o(leaves: Named) -> Tensor:
-        v = leaves["v"][:, 0] if "v" in leaves else None
-        sink = leaves["sink"][0] if "sink" in leaves else None
-        return attend(leaves["q"][:, :, 0], leaves["k"][:, 0], v, sink)[:, :, None]
-
-    leaves = case.leaves()
-    if what == "fb":
-        return lambda: cases.gradients(o(leaves), leaves, case.dout)
-    inputs = {n: t.detach() for n, t in leaves.items()}
-
-    def forward() -> Named:
-        with torch.no_grad():
-            return {"o": o(inputs)}
-
-    return forward
 
 
 def masked(case: Case, what: str) -> Made:
@@ -63,7 +38,7 @@ def masked(case: Case, what: str) -> Made:
     def attend(q: Tensor, k: Tensor, v: Tensor | None, sink: Tensor | None) -> Tensor:
         return cases.dense(q, k, k[..., : case.shape.v_dim] if v is None else v, mask, sink, fold)
 
-    return _call(case, what, attend), f"backend {masked_backend(case, what)}"
+    return call(case, what, attend), f"backend {masked_backend(case, what)}"
 
 
 def masked_backend(case: Case, what: str) -> str:
@@ -81,10 +56,10 @@ def unmasked(case: Case, what: str) -> Made:
     """Returns SDPA without a mask, causal where queries and keys are as many, with the first backend that takes it."""
     causal = case.shape.queries == case.shape.length
     if not case.q.is_cuda:
-        return _call(case, what, _sdpa(case, None, causal, grouped=True)), ""
+        return call(case, what, _sdpa(case, None, causal, grouped=True)), ""
     backend, grouped = _backend(case, what, causal)
     how = "grouped heads" if grouped else "keys expanded to all heads"
-    return _call(case, what, _sdpa(case, backend, causal, grouped)), f"backend {BACKENDS[backend]}, {how}"
+    return call(case, what, _sdpa(case, backend, causal, grouped)), f"backend {BACKENDS[backend]}, {how}"
 
 
 def _sdpa(case: Case, backend: SDPBackend | None, causal: bool, grouped: bool) -> Attend:
@@ -148,7 +123,7 @@ def compiled_gather(case: Case, what: str) -> Made:
     torch.compiler.reset()  # after some recompiles of one function, Dynamo would run it uncompiled
     run = compiled(gathered, dynamic=False)
     indices, v_dim = case.indices[:, :, 0], case.shape.v_dim
-    return _call(case, what, lambda q, k, v, sink: run(q, k, v, sink, indices, v_dim)), ""
+    return call(case, what, lambda q, k, v, sink: run(q, k, v, sink, indices, v_dim)), ""
 
 
 def plain_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -162,7 +137,7 @@ def plain_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def compiled_causal(case: Case, what: str) -> Made:
     """Returns torch.compile of dense causal attention."""
     run = _causal()
-    return _call(case, what, lambda q, k, v, sink: run(q, k, k[..., : case.shape.v_dim] if v is None else v)), ""
+    return call(case, what, lambda q, k, v, sink: run(q, k, k[..., : case.shape.v_dim] if v is None else v)), ""
 
 
 # ---- the op over ranges
@@ -179,11 +154,22 @@ def ranges(case: Case, what: str) -> Made:
         assert isinstance(o, Tensor)
         return o[:, :, 0]
 
-    return _call(case, what, attend), ""
+    return call(case, what, attend), ""
+
+
+# ---- other packages
+
+
+def packaged(name: str, case: Case, what: str) -> Made:
+    """Returns the call of another package, once its first call came to an end in a process of its own."""
+    if case.q.is_cuda:
+        others.first_call(name, case, what)
+    return call(case, what, others.attend(name, case)), ""
 
 
 def make(name: str, case: Case, what: str) -> Made:
     """Returns the call of the peer of this name."""
     makers = {targets.RANGES: ranges, targets.GATHER: compiled_gather, targets.DENSE_MASKED: masked}
     makers |= {targets.PLAIN: compiled_causal, targets.DENSE_ALL: unmasked, targets.DENSE_CAUSAL: unmasked}
+    makers |= {other: functools.partial(packaged, other) for other in targets.PACKAGES}
     return makers[name](case, what)

@@ -21,6 +21,8 @@ TIMES = {
     targets.DENSE_ALL: "times_dense",
     targets.GATHER: "times_gather",
     targets.RANGES: "times_ranges",
+    targets.TILELANG: "times_tilelang",
+    targets.ATTN_GYM: "times_attn_gym",
 }
 """How many times as long each peer takes, by its name, in the op's row."""
 

@@ -15,6 +15,9 @@ from .selection_targets import ERROR_FACTOR as ERROR_FACTOR
 DENSE_MASKED, DENSE_ALL = "dense SDPA with a mask", "dense SDPA, all keys"
 DENSE_CAUSAL, PLAIN = "dense causal SDPA", "torch.compile, dense causal"
 GATHER, RANGES = "torch.compile, gathered keys", "selection op, ranges of one key"
+TILELANG, ATTN_GYM = "TileLang's pipelined example", "attn-gym's gather_attn"
+PACKAGES = (TILELANG, ATTN_GYM)
+"""Peers that pip installs, measured where they are."""
 OTHER_KEYS = (DENSE_ALL, DENSE_CAUSAL, PLAIN)
 """Peers that attend to all keys, not to those of the lists."""
 FLA = "flash-linear-attention"
@@ -66,6 +69,11 @@ class Shape:
         """Returns the other implementations that are measured at this shape."""
         plain = self.dim <= 256 and self.dim == self.v_dim and not self.sink
         return (RANGES, GATHER, DENSE_MASKED, *((DENSE_ALL,) if plain else ()))
+
+    def packages(self, what: str) -> tuple[str, ...]:
+        """Returns the packages that have this shape: TileLang's example forwards of 576 / 512 columns, attn-gym's C."""
+        wide = self.shared and self.dim - self.v_dim == 64 and self.v_dim == 512 and what == "fwd"
+        return (*((TILELANG,) if wide else ()), *((ATTN_GYM,) if self.pooled else ()))
 
     @property
     def dense(self) -> tuple[str, ...]:

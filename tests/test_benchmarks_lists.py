@@ -23,6 +23,7 @@ from benchmarks import (
     lists,
     lists_cases,
     lists_fill,
+    lists_others,
     lists_peers,
     lists_report,
     lists_warm,
@@ -209,6 +210,70 @@ def test_dense_peers_are_causal_attention(shape: Shape, monkeypatch: pytest.Monk
     lists_peers._causal.cache_clear()
 
 
+def test_attn_gym_computes_the_same() -> None:
+    torch.manual_seed(0)
+    case = lists_cases.make_case(POOLED, CPU, dtype=torch.float32)
+    want = lists_cases.both(case, case.leaves())
+    got = lists_peers.make(targets.ATTN_GYM, case, "fb")[0]()
+    assert got.keys() == want.keys()
+    assert all(lists_cases.relative(got[k], want[k]) < 1e-5 for k in want)
+
+
+EXAMPLE = """
+import torch
+
+def sparse_mla_fwd(batch, tokens, length, heads, dim, tail, topk, stride, groups, scale, causal, from_zero):
+    assert (stride, groups, scale, causal, from_zero) == (1, 1, None, True, False)
+
+    def kernel(q, kv, indices, first):
+        assert q.shape == (batch, tokens, heads, dim + tail) and kv.shape == (batch, length, 1, dim + tail)
+        assert indices.shape == (batch, tokens, 1, topk) and indices.dtype == first.dtype == torch.int32
+        seen = indices[:, :, 0] <= first + torch.arange(tokens)[:, None]
+        at = torch.where(seen, indices[:, :, 0], 0).long()
+        keys = kv[:, :, 0][torch.arange(batch)[:, None, None], at]
+        s = (q @ keys.mT * q.shape[-1] ** -0.5).masked_fill(~seen[:, :, None], float("-inf"))
+        return s.softmax(-1) @ keys[..., :dim], s.logsumexp(-1)
+
+    return kernel
+"""
+
+
+@pytest.mark.parametrize("shape", [SHARED, DECODE], ids=lambda s: s.name)
+def test_tilelangs_example_gets_what_it_expects(
+    shape: Shape, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "example.py").write_text(EXAMPLE)
+    monkeypatch.setenv(lists_others.EXAMPLE, str(tmp_path / "example.py"))
+    lists_others._example.cache_clear()
+    torch.manual_seed(0)
+    case = lists_cases.make_case(shape, CPU, dtype=torch.float32)
+    got = lists_peers.make(targets.TILELANG, case, "fwd")[0]()
+    assert lists_cases.relative(got["o"], lists_cases.forward(case)["o"]) < 1e-5
+    lists_others._example.cache_clear()
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert targets.B.packages("fwd") == targets.DECODE.packages("fwd") == (targets.TILELANG,)
+    assert targets.C.packages("fb") == (targets.ATTN_GYM,) and not targets.A.packages("fwd") + targets.B.packages("fb")
+    assert lists_others.missing(targets.ATTN_GYM) is None
+    monkeypatch.setattr(lists_others.importlib.util, "find_spec", lambda name: None)
+    assert lists_others.missing(targets.TILELANG) == "not installed: pip install tilelang"
+    monkeypatch.undo()
+    monkeypatch.setattr(lists_others.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.delenv(lists_others.EXAMPLE, raising=False)
+    assert lists_others.EXAMPLE in str(lists_others.missing(targets.TILELANG))
+
+
+def test_a_first_call_that_does_not_end_costs_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = lists_cases.make_case(POOLED, CPU)
+    monkeypatch.setattr(lists_others, "FIRST_CALL_S", 0.01)
+    with pytest.raises(RuntimeError, match="did not finish its first call in 0 s"):
+        lists_others.first_call(targets.ATTN_GYM, case, "fwd")
+    monkeypatch.setattr(lists_others, "FIRST_CALL_S", 60)
+    with pytest.raises(RuntimeError, match="its first call failed: "):
+        lists_others.first_call("no package", case, "fwd")
+
+
 def test_torch_compile_takes_the_formula() -> None:
     torch.manual_seed(0)
     case = lists_cases.make_case(SHARED, CPU, dtype=torch.float32)
@@ -221,14 +286,14 @@ def test_torch_compile_takes_the_formula() -> None:
 
 def test_a_run_has_every_part(result: dict[str, Any]) -> None:
     assert result["complete"] and result["operator"] == "lists" and result["notice"] == running.CPU_NOTICE
-    assert set(result["skipped"]) == {"memory", targets.FLA}
+    assert set(result["skipped"]) == {"memory", targets.FLA}  # small shapes have no 576 columns: no TileLang
     rows = {(r["case"], r["what"], r["variant"]) for r in result["peers"]}
     for name in targets.SHAPES:
         for what in ("fwd",) if name == "decode" else ("fwd", "fb"):
             for variant in ("ops", targets.RANGES, targets.GATHER, targets.DENSE_MASKED):
                 assert (name, what, variant) in rows
             assert (name, what, "ops") in {(r["case"], r["what"], r["variant"]) for r in result["rows"]}
-    assert ("D", "fb", targets.DENSE_ALL) in rows
+    assert ("D", "fb", targets.DENSE_ALL) in rows and ("C", "fb", targets.ATTN_GYM) in rows
     every = [r for name in ("rows", "peers", "crossing") for r in result[name]]
     assert [r for r in every if "error" in r or not r["finite"]] == []
     checked = [r for r in every if r["variant"] not in targets.OTHER_KEYS]
