@@ -266,10 +266,13 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_first_call_that_does_not_end_costs_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     case = lists_cases.make_case(POOLED, CPU)
+    monkeypatch.setattr(lists_others, "_failed", {})
     monkeypatch.setattr(lists_others, "FIRST_CALL_S", 0.01)
     with pytest.raises(RuntimeError, match="did not finish its first call in 0 s"):
         lists_others.first_call(targets.ATTN_GYM, case, "fwd")
     monkeypatch.setattr(lists_others, "FIRST_CALL_S", 60)
+    with pytest.raises(RuntimeError, match="did not finish"):  # and is not waited for again
+        lists_others.first_call(targets.ATTN_GYM, case, "fb")
     with pytest.raises(RuntimeError, match="its first call failed: "):
         lists_others.first_call("no package", case, "fwd")
 
