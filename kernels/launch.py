@@ -7,14 +7,29 @@ kernels immediately; ``lowerings/builder.py`` turns the same calls into Inductor
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from . import COMPILED, background
+from .dtypes import matmul_precision
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Gives a query of attention or of an indexer the same bits whatever the number of queries, on this thread."""
+    before, _here.invariant = getattr(_here, "invariant", False), True
+    try:
+        yield
+    finally:
+        _here.invariant = before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +83,12 @@ class EagerBuilder:
     @property
     def precision(self) -> str:
         """Returns torch's float32 matmul precision."""
-        return torch.get_float32_matmul_precision()
+        return matmul_precision()
 
     @property
     def deterministic(self) -> bool:
-        """Returns whether torch's deterministic algorithms are on."""
-        return torch.are_deterministic_algorithms_enabled()
+        """Returns whether torch's deterministic algorithms are on, or :func:`batch_invariant` is."""
+        return torch.are_deterministic_algorithms_enabled() or getattr(_here, "invariant", False)
 
     def device_props(self) -> DeviceProps:
         """Returns what plans may ask about the device."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mhc_inductor import compat
-from mhc_inductor.options import RoutingOptions, parse
+from mhc_inductor.options import DEFAULT, RoutingOptions, parse
 from mhc_inductor.scope import Change, replace
 
 _lock = threading.RLock()
@@ -57,7 +57,7 @@ def prepare() -> None:
     compat.backend.compile_backend_inside(_stamped)
 
 
-def _patches(config_patches: Mapping[str, Any] | None) -> dict[str, Any]:
+def _patches(config_patches: Mapping[str, Any] | None, invariant: bool) -> dict[str, Any]:
     """Returns ``config_patches`` with this package's passes chained after the user's passes.
 
     Config patches also reach backward graphs that are compiled on other threads.
@@ -68,7 +68,7 @@ def _patches(config_patches: Mapping[str, Any] | None) -> dict[str, Any]:
     for name, ours in PASSES.items():
         theirs = patches.get(name, getattr(compat.backend.inductor_config(), name))
         if not getattr(theirs, "mhc_inductor", False):
-            patches[name] = make_pass(theirs, ours)
+            patches[name] = make_pass(theirs, ours, invariant)
     return patches
 
 
@@ -86,7 +86,13 @@ def _inside(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
     return compile_fx_inner
 
 
-def _compile(plain: Callable[..., Any], *args: Any, config_patches: Mapping[str, Any] | None, **kwargs: Any) -> Any:
+def _compile(
+    plain: Callable[..., Any],
+    options: RoutingOptions,
+    *args: Any,
+    config_patches: Mapping[str, Any] | None,
+    **kwargs: Any,
+) -> Any:
     """Calls ``plain``, which is compile_fx, with this package's passes and inside :data:`compat.backend.symbolic_extremes`."""
     if len(args) > 2:
         args = (*args[:2], _inside(args[2]), *args[3:])
@@ -95,9 +101,23 @@ def _compile(plain: Callable[..., Any], *args: Any, config_patches: Mapping[str,
             kwargs.get("inner_compile", compat.backend.compile_fx_module().compile_fx_inner)
         )
     with compat.backend.symbolic_extremes:
-        compiled = plain(*args, config_patches=_patches(config_patches), **kwargs)
+        compiled = plain(*args, config_patches=_patches(config_patches, options.batch_invariant), **kwargs)
     compat.backend.guard_dual_level()
+    if options.batch_invariant:
+        compiled = _invariant(compiled)
     return _without_tangents(compiled) if compat.in_dual_level() else compiled
+
+
+def _invariant(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``compiled`` so that the ops that its code calls, in place of kernels, are batch-invariant as well."""
+    from mhc_inductor.kernels.launch import batch_invariant
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        with batch_invariant():
+            return compiled(*args)
+
+    return run
 
 
 def _without_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,7 +151,7 @@ def _wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
             _route(model_, options)
         elif not getattr(_here, "stamped", False):
             return plain(model_, *args, config_patches=config_patches, **kwargs)
-        return _compile(plain, model_, *args, config_patches=config_patches, **kwargs)
+        return _compile(plain, options or DEFAULT, model_, *args, config_patches=config_patches, **kwargs)
 
     return compile_fx
 
@@ -177,7 +197,7 @@ def unrouted(gm: Any, example_inputs: Any) -> Any:
     return compat.backend.compile_fx_module().compile_fx(gm, example_inputs)
 
 
-def enable(*, verify: bool = False, empty_rows: str = "exact") -> None:
+def enable(*, verify: bool = False, empty_rows: str = "exact", batch_invariant: bool = False) -> None:
     """Makes the ordinary ``torch.compile(model)`` do what ``backend="mhc_inductor"`` does.
 
     May be called repeatedly and from any thread; the arguments of the last call are in force. Graphs that were compiled
@@ -188,13 +208,14 @@ def enable(*, verify: bool = False, empty_rows: str = "exact") -> None:
             differs is left unrouted.
         empty_rows: what attention returns for rows without a visible key: "exact", what the model's formula gives, or
             "zero".
+        batch_invariant: give a query of attention or of an indexer the same bits whatever the number of queries.
 
     Raises:
-        TypeError: if ``verify`` is not a bool.
+        TypeError: if ``verify`` or ``batch_invariant`` is not a bool.
         ValueError: if ``empty_rows`` is not one of the two values.
     """
     global _enabled
-    options = RoutingOptions(verify, empty_rows)
+    options = RoutingOptions(verify, empty_rows, batch_invariant)
     with _lock:
         prepare()
         if _enabled is None:
@@ -248,7 +269,7 @@ def mhc_inductor(
     routing, others = parse(options)
     patches = {**compat.backend.mode_options(mode), **compat.backend.check_options(others)}
     _route(gm, routing)
-    return _compile(compat.backend.compile_fx_module().compile_fx, gm, example_inputs, config_patches=patches)
+    return _compile(compat.backend.compile_fx_module().compile_fx, routing, gm, example_inputs, config_patches=patches)
 
 
 def _installed() -> bool:

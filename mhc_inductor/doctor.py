@@ -163,7 +163,7 @@ def _state() -> dict[str, str]:
     state["kernels that cannot be loaded"] = "; ".join(unloadable()) or "none"
     state["tuned configurations"] = str(importlib.import_module("mhc_inductor.tuning").found())
     state["cache fingerprint"] = _fingerprint()
-    state["float32 matmul precision"] = torch.get_float32_matmul_precision()
+    state["float32 matmul precision"] = importlib.import_module("mhc_inductor.kernels.dtypes").matmul_precision()
     return state
 
 

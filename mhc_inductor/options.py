@@ -25,18 +25,22 @@ class RoutingOptions:
             differs is left unrouted.
         empty_rows: what attention returns for rows without a visible key: "exact", what the model's formula gives, or
             "zero".
+        batch_invariant: give a query of attention or of an indexer the same bits whatever the number of queries. Few
+            queries, as in decoding, then run the kernels of many, without splits of their keys. All else is so anyway.
 
     Raises:
-        TypeError: if ``verify`` is not a bool.
+        TypeError: if ``verify`` or ``batch_invariant`` is not a bool.
         ValueError: if ``empty_rows`` is not one of the two values.
     """
 
     verify: bool = False
     empty_rows: str = "exact"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.verify, bool):
-            raise TypeError(f"{PREFIX}verify must be a bool, got {type(self.verify).__name__}")
+        for name, value in (("verify", self.verify), ("batch_invariant", self.batch_invariant)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{PREFIX}{name} must be a bool, got {type(value).__name__}")
         if self.empty_rows not in EMPTY_ROWS:
             raise ValueError(f"{PREFIX}empty_rows must be one of {EMPTY_ROWS}, got {self.empty_rows!r}")
 

@@ -141,17 +141,26 @@ PASSES: dict[str, Callable[[torch.fx.Graph], None]] = {
 """This package's passes, by the Inductor option that takes a user's pass."""
 
 
-def make_pass(theirs: Any, ours: Callable[[torch.fx.Graph], None]) -> Any:
+def batch_invariant() -> bool:
+    """Returns whether what is being compiled has the option ``batch_invariant``."""
+    config = compat.backend.inductor_config()
+    return any(getattr(getattr(config, name), "batch_invariant", False) for name in PASSES)
+
+
+def make_pass(theirs: Any, ours: Callable[[torch.fx.Graph], None], invariant: bool = False) -> Any:
     """Returns a cacheable pass that runs the user's passes and then ours.
 
     Args:
         theirs: the user's passes: None, a pass, or a list or tuple of passes.
         ours: this package's pass.
+        invariant: the option ``batch_invariant``, which lowerings read. A pass carries it to backward graphs, which are
+            compiled later and on other threads, and into torch's cache keys.
     """
     passes = tuple(theirs) if isinstance(theirs, (list, tuple)) else () if theirs is None else (theirs,)
 
     class Chained(compat.backend.graph_pass_base()):  # type: ignore[misc]
         mhc_inductor = True
+        batch_invariant = invariant
 
         def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
             for user_pass in passes:
@@ -161,6 +170,6 @@ def make_pass(theirs: Any, ours: Callable[[torch.fx.Graph], None]) -> Any:
         def uuid(self) -> Any:
             # A pass without a uuid forbids caching, so a chain with such a pass must forbid it too.
             ids = [user_pass.uuid() if hasattr(user_pass, "uuid") else None for user_pass in passes]
-            return None if None in ids else "-".join(("mhc_inductor", fingerprint(), *map(repr, ids)))
+            return None if None in ids else "-".join(("mhc_inductor", fingerprint(), str(invariant), *map(repr, ids)))
 
     return Chained()

@@ -9,6 +9,7 @@ caches. A process that fails costs time and nothing else.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import multiprocessing
 import multiprocessing.reduction
@@ -105,7 +106,7 @@ def _modes() -> dict[str, Any]:
         "autocast": {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES},
         "dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
-        "precision": torch.get_float32_matmul_precision(),
+        "precision": _precision(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -116,20 +117,27 @@ def _modes() -> dict[str, Any]:
     }
 
 
+def _precision() -> tuple[str, str]:
+    """Returns how float32 products round, as kernels and as Inductor's caches read it."""
+    return compat.matmul_precision(), torch.backends.cuda.matmul.fp32_precision
+
+
 @contextlib.contextmanager
 def _set(modes: dict[str, Any], processes: int) -> Iterator[None]:
     """Sets what :func:`_modes` returned, for as long as the body runs where that has a context."""
     torch.set_default_dtype(modes["dtype"])
     torch.set_num_threads(modes["threads"])
-    if modes["precision"] != torch.get_float32_matmul_precision():
-        torch.set_float32_matmul_precision(modes["precision"])
+    if modes["precision"] != _precision():
+        precision, cuda = modes["precision"]
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cuda.matmul.fp32_precision = cuda
     strict, warn_only = modes["deterministic"]
     torch.use_deterministic_algorithms(strict, warn_only=warn_only)
     if modes["device"] is not None:
         torch.cuda.set_device(modes["device"])
     compat.processes.load_configs(modes["configs"], processes)
     if (options := modes["enabled"]) is not None:
-        backend.enable(verify=options.verify, empty_rows=options.empty_rows)
+        backend.enable(**dataclasses.asdict(options))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(modes["inference"]))
         stack.enter_context(torch.set_grad_enabled(modes["grad"]))

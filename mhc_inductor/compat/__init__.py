@@ -39,3 +39,4 @@ from mhc_inductor.compat.shared import tree_leaves as tree_leaves
 from mhc_inductor.compat.shared import tree_map_only as tree_map_only
 from mhc_inductor.compat.shared import uncompiled as uncompiled
 from mhc_inductor.compat.shared import without_ops as without_ops
+from mhc_inductor.kernels.dtypes import matmul_precision as matmul_precision

@@ -93,6 +93,6 @@ def _state() -> Hashable:
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
     )
-    numbers = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    numbers = torch.get_default_dtype(), compat.matmul_precision()
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled()
     return *kernels, *numbers, *strict, torch.get_default_device()
