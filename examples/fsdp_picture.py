@@ -20,7 +20,7 @@ def draw(
     figure, (loss, rate) = plt.subplots(2, 1, sharex=True, figsize=(9, 5.5), height_ratios=[3, 2], layout="constrained")
     loss.plot(losses, color="#2a6fb0", linewidth=1.5)
     loss.set_ylabel("nats a byte")
-    loss.set_title(f"mHC byte transformer, FSDP2: {title}", loc="left", fontsize=10)
+    loss.set_title(title, loc="left", fontsize=10)
     rate.plot(rates, ".", color="#e08a2e", markersize=4)
     typical = statistics.median(rates)
     rate.axhline(typical, color="#e08a2e", linewidth=1, label=f"median {typical:,.0f}")
