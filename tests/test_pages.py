@@ -81,9 +81,8 @@ def test_modules_that_the_pages_run_exist() -> None:
     called = {m for p in PAGES for m in re.findall(r"python -m ([\w.]+)", (ROOT / p).read_text())}
     assert {"benchmarks", "mhc_inductor"} <= called
     for module in called - {"mhc_inductor"}:
-        assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists() or (
-            ROOT / module / "__main__.py"
-        ).exists(), module
+        place = ROOT / module.replace(".", "/")
+        assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
 
 
 # ---- results

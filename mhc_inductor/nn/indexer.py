@@ -89,7 +89,9 @@ class SparseIndexer(nn.Module):
             min(self.topk, k.shape[1]),
             # operator.index: a plain number even for dynamic sizes. A size of 0 is reported by the op.
             scale=1 / math.sqrt(operator.index(q.shape[-1]) or 1) if self.scale is None else self.scale,
-            limit=self._limit(q, k) if limit is None else limit,
+            limit=_limit(self.causal, q, k)
+            if limit is None
+            else limit,  # no method: integrations/hub/ has this forward
             mask=mask,
             segments_q=segments_q,
             segments_k=segments_k,
@@ -160,11 +162,6 @@ class SparseIndexer(nn.Module):
             reduction=reduction,
         )
 
-    def _limit(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Returns how many of the first keys a query sees unless told, ``[B, S]``, or None for all."""
-        batch, s = q.shape[:2]
-        return (torch.arange(1, s + 1, device=q.device) + (k.shape[1] - s)).expand(batch, s) if self.causal else None
-
     def _visible(self, q: Tensor, k: Tensor, limit: Tensor | None) -> Tensor:
         """Returns the positions of all keys ``[B, S, 1, T]``, int32, with -1 for those that a query does not see."""
         _check_dims("SparseIndexer.loss", q, k)
@@ -173,13 +170,19 @@ class SparseIndexer(nn.Module):
             if limit.shape != q.shape[:2]:
                 expected = f"[B, S] = {list(q.shape[:2])}"
                 raise ValueError(f"SparseIndexer.loss: limit must have shape {expected}, got {list(limit.shape)}")
-        limit = self._limit(q, k) if limit is None else limit
+        limit = _limit(self.causal, q, k) if limit is None else limit
         at = torch.arange(k.shape[1], dtype=torch.int32, device=q.device).expand(*q.shape[:2], -1)
         return (at if limit is None else torch.where(at < limit.unsqueeze(-1), at, -1)).unsqueeze(2)
 
     def extra_repr(self) -> str:
         """Returns the options, for ``repr``."""
         return f"topk={self.topk}, scale={self.scale}, causal={self.causal}"
+
+
+def _limit(causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
+    """Returns how many of the first keys a query sees unless told, ``[B, S]``, or None for all."""
+    batch, s = q.shape[:2]
+    return (torch.arange(1, s + 1, device=q.device) + (k.shape[1] - s)).expand(batch, s) if causal else None
 
 
 def _check_dims(op: str, q: Tensor, k: Tensor) -> None:

@@ -239,24 +239,11 @@ class HyperConnection(_Coefficients):
                 :func:`mhc_inductor.mhc_post`.
             TypeError: A dtype or type does not fit.
         """
+        # It calls no method of the module: a kernel of the hub (integrations/hub/) has this forward and no other member.
         if self.single_pass:
-            return self._single_pass(x, *args, **kwargs)
-        h_in, h_post, h_res = mhc_pre(x, self.phi, self.alpha, self.bias, self.gamma, **self._options())
+            return _single_pass(self, x, *args, **kwargs)
+        h_in, h_post, h_res = mhc_pre(x, self.phi, self.alpha, self.bias, self.gamma, **_options(self))
         return mhc_post(x, self.sublayer(h_in, *args, **kwargs), h_post, h_res, transpose_res=self.transpose_res)
-
-    def _single_pass(self, pair: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-            got = "a tensor" if isinstance(pair, Tensor) else f"{type(pair).__name__}"
-            raise TypeError(f"HyperConnection: with single_pass=True x must be a pair (streams, weights), got {got}")
-        x, h_pre = pair
-        h_in = x[..., 0, :] if h_pre is None else mhc_collapse(x, h_pre)
-        next_pre, h_post, h_res = mhc_coefficients(x, self.phi, self.alpha, self.bias, self.gamma, **self._options())
-        f_out = self.sublayer(h_in, *args, **kwargs)
-        return mhc_post(x, f_out, h_post, h_res, transpose_res=self.transpose_res), next_pre
-
-    def _options(self) -> dict[str, Any]:
-        names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_iters", "sinkhorn_eps", "sinkhorn_form")
-        return {name: getattr(self, name) for name in (*names, "norm_form")}
 
     def load_deepseek_v4(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
         """Loads the parameters of a hyper-connection of DeepSeek-V4 in transformers (``attn_hc`` or ``ffn_hc``).
@@ -335,6 +322,22 @@ class HyperConnection(_Coefficients):
         if not self.residual:
             return text + ", residual=False"
         return text + f", sinkhorn_iters={self.sinkhorn_iters}, sinkhorn_form={self.sinkhorn_form!r}"
+
+
+def _options(site: Any) -> dict[str, Any]:
+    names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_iters", "sinkhorn_eps", "sinkhorn_form")
+    return {name: getattr(site, name) for name in (*names, "norm_form")}
+
+
+def _single_pass(site: Any, pair: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+        got = "a tensor" if isinstance(pair, Tensor) else f"{type(pair).__name__}"
+        raise TypeError(f"HyperConnection: with single_pass=True x must be a pair (streams, weights), got {got}")
+    x, h_pre = pair
+    h_in = x[..., 0, :] if h_pre is None else mhc_collapse(x, h_pre)
+    next_pre, h_post, h_res = mhc_coefficients(x, site.phi, site.alpha, site.bias, site.gamma, **_options(site))
+    f_out = site.sublayer(h_in, *args, **kwargs)
+    return mhc_post(x, f_out, h_post, h_res, transpose_res=site.transpose_res), next_pre
 
 
 class HyperHead(_Coefficients):
