@@ -142,7 +142,7 @@ def compare(
     if first:
         console.print(table_of(runs))
         routed = ", ".join(f"{name} {count}" for name, count in runs[-1].routed.items())
-        console.print(f"ops of the layers: {routed or 'none'}", soft_wrap=True)
+        console.print(f"ops in the graphs, which layers of a kind share: {routed or 'none'}", soft_wrap=True)
         facts = {
             **about,
             "size": dataclasses.asdict(size),
