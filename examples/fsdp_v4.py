@@ -3,7 +3,7 @@
 
 Each layer is compiled by itself, checkpointed and sharded, so the collectives are outside of all graphs. A policy must see
 the layer's ops, so its region is in the layer's graph, as torchtitan has it. Without a policy the region is around the
-compiled layer, as transformers and Accelerate have it: there more of the layer's attention is routed.
+compiled layer, as transformers and Accelerate have it.
 """
 
 from __future__ import annotations

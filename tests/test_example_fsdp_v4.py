@@ -60,6 +60,7 @@ def test_two_ranks_compare_eager_torch_compile_and_mhc_inductor(tmp_path: pathli
         "routed mhc_pre": 6,
         "routed mhc_post": 6,
         "routed index_topk": 1,
+        "routed selection_attention": 3,
         "routed mhc_head": 1,
     }.items() <= ops.items()
 

@@ -253,6 +253,34 @@ def test_a_checkpointed_region_reads_the_mask_that_it_is_given(window: str, seco
     assert difference(got, eager(fn, given)) < 2e-6
 
 
+MADE: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "new_full": lambda kv, n: kv.new_full((2, 1, S, n), -torch.inf),
+    "full_like": lambda kv, n: torch.full_like(kv[:, :1, :S, :1].expand(2, 1, S, n), -torch.inf),
+    "new_zeros": lambda kv, n: kv.new_zeros(2, 1, S, n) - torch.inf,
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_a_mask_of_the_dtype_of_trained_keys_is_not_trained(made: str) -> None:
+    """In a region, as in DeepSeek-V4: the keys give the mask their dtype and device, and none of their elements."""
+    q, k, v, _sink, position, kept, indices = inputs(False, "none", ENTRIES)
+    window = torch.where(padded_window(position, kept), 0.0, -torch.inf)  # a graph's argument that has no gradient
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
+        k = k * 1.5
+        chosen = MADE[made](k, ENTRIES + 1).scatter(-1, indices.clamp(max=ENTRIES).unsqueeze(1), 0.0)[..., :ENTRIES]
+        mask = torch.cat((window, chosen), -1)
+        return (q @ k.transpose(2, 3) * D**-0.5 + mask).softmax(-1) @ v
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
+        return checkpoint(attend, q, k, v, indices, use_reentrant=False)
+
+    given = q, k, v, indices
+    got = run(fn, given, dynamo=True)
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
+    assert difference(got, eager(fn, given)) < 2e-6
+
+
 def test_a_given_mask_that_is_negated_in_the_region() -> None:
     """Checks a bool mask of hidden keys, and one of which the region reads a slice."""
 

@@ -278,7 +278,7 @@ class View:
                 # A tensor that is written without gradients keeps those that it had.
                 found[node] = any(found[a] for a in self._handed_on(node))
             elif self.body or node in self.made:
-                through = any(found[a] for a in node.all_input_nodes)
+                through = any(found[a] for a in elements_read(node))
                 found[node] = through and "detach" not in str(node.target)
             else:
                 found[node] = any(t.requires_grad for t in wide) or bool(node.meta.get(GRAD, False))
