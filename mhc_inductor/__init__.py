@@ -54,6 +54,8 @@ from mhc_inductor.backend import counters, disable, enable  # noqa: E402
 from mhc_inductor.integrations.attention_interface import register_attention  # noqa: E402
 from mhc_inductor.kernels import eager as _eager  # noqa: E402
 from mhc_inductor.ops.segments import ANY_SEGMENT  # noqa: E402
+from mhc_inductor.replay.run import checkpointed_indices, recorded_indices, replayed_indices  # noqa: E402
+from mhc_inductor.replay.store import IndexStore  # noqa: E402
 from mhc_inductor.routing.explain import explain  # noqa: E402
 
 if TYPE_CHECKING:
@@ -62,7 +64,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ANY_SEGMENT",
+    "IndexStore",
     "blocks_to_ranges",
+    "checkpointed_indices",
     "counters",
     "decompositions",
     "disable",
@@ -82,7 +86,9 @@ __all__ = [
     "nn",
     "ops",
     "ops_to_save",
+    "recorded_indices",
     "register_attention",
+    "replayed_indices",
     "route_exported",
     "selection_attention",
     "warmup",

@@ -147,11 +147,17 @@ def _wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def compile_fx(model_: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
         # compile_fx calls itself recursively by its global name, with the config patches already applied.
+        report = None
         if (options := _enabled) is not None:
-            _route(model_, options)
+            report = _route(model_, options)
         elif not getattr(_here, "stamped", False):
             return plain(model_, *args, config_patches=config_patches, **kwargs)
-        return _compile(plain, options or DEFAULT, model_, *args, config_patches=config_patches, **kwargs)
+        inputs, rest = (args[0], args[1:]) if args else (kwargs.pop("example_inputs_"), ())
+
+        def compile_(inputs: Any) -> Any:
+            return _compile(plain, options or DEFAULT, model_, inputs, *rest, config_patches=config_patches, **kwargs)
+
+        return _with_choices(model_, inputs, report, compile_)
 
     return compile_fx
 
@@ -178,16 +184,30 @@ def _pass() -> tuple[Callable[..., Any], Callable[[Any], None]]:
     return route, log_report
 
 
-def _route(gm: Any, options: RoutingOptions) -> None:
-    """Routes the formulas of a Dynamo graph. Does nothing if the graph was routed before."""
+def _route(gm: Any, options: RoutingOptions) -> Any:
+    """Routes the formulas of a Dynamo graph and returns the report. Returns None if the graph was routed before."""
     if not isinstance(gm, torch.fx.GraphModule):
-        return
+        return None
     with _lock:
         if gm in _routed:
-            return
+            return None
         _routed.add(gm)
+    from mhc_inductor.replay.graph import routed_in_mode
+
     route, log_report = _pass()
-    log_report(route(gm, options, lower=True))
+    with routed_in_mode():
+        report = route(gm, options, lower=True)
+    log_report(report)
+    return report
+
+
+def _with_choices(gm: Any, inputs: Any, report: Any, compile_: Callable[[Any], Any]) -> Any:
+    """Compiles a graph, whose choices of keys are recorded or replayed if a context is open and it was just routed."""
+    if report is None:
+        return compile_(inputs)
+    from mhc_inductor.replay.graph import compiled
+
+    return compiled(gm, inputs, report, compile_)
 
 
 def unrouted(gm: Any, example_inputs: Any) -> Any:
@@ -268,8 +288,11 @@ def mhc_inductor(
     prepare()
     routing, others = parse(options)
     patches = {**compat.backend.mode_options(mode), **compat.backend.check_options(others)}
-    _route(gm, routing)
-    return _compile(compat.backend.compile_fx_module().compile_fx, routing, gm, example_inputs, config_patches=patches)
+    report = _route(gm, routing)
+    compile_fx = compat.backend.compile_fx_module().compile_fx
+    return _with_choices(
+        gm, example_inputs, report, lambda inputs: _compile(compile_fx, routing, gm, inputs, config_patches=patches)
+    )
 
 
 def _installed() -> bool:

@@ -7,6 +7,7 @@ with autograd; second derivatives raise RuntimeError, forward-mode derivatives N
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from mhc_inductor.ops import index_loss as loss_op
 from mhc_inductor.ops.checks import number, strided
 from mhc_inductor.ops.index import call
 from mhc_inductor.ops.registry import refuse_trace
+from mhc_inductor.replay import run
 
 
 def index_scores(
@@ -119,6 +121,9 @@ def index_topk(
     mask = three_dims(mask)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks_index.index_topk(q, k, w, topk, scale, limit, mask, segments_q, segments_k)
+        if run.mode != "off":
+            op = functools.partial(call, "index_topk")
+            return run.chosen(op, q, k, w, topk, scale, limit, mask, segments_q, segments_k)
     return call("index_topk", q, k, w, topk, scale, limit, mask, segments_q, segments_k)
 
 

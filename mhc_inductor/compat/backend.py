@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Private torch APIs that the backend and the graph passes use.
 
+- torch._C._current_graph_task_id: which backward runs on this thread
 - torch._dynamo.backends.registry.register_backend: takes the backend's name
 - torch._dynamo.guards.GuardBuilder.DUAL_LEVEL: the guard on the level of forward-mode AD
+- torch._dynamo.guards.GuardBuilder.EQUALS_MATCH: the guard on a value
 - torch._dynamo.output_graph.OutputGraph.compiler_fn: the backend of the graph that is being traced
+- torch._dynamo.source.AttrSource: an attribute that a guard is on
 - torch._dynamo.source.GlobalStateSource: what that guard is on
 - torch._dynamo.symbolic_convert.InstructionTranslator.current_tx: the trace on this thread
 - torch._guards.GuardsContext.dynamo_guards: the guards of a trace
+- torch._guards.TracingContext.fake_mode: the mode of the fake tensors that the backend gets
 - torch._guards.TracingContext.try_get: the trace on this thread, once its backend runs
 - torch._inductor.compile_fx.compile_fx: what the ordinary backend looks up at each compile
 - torch._inductor.compile_fx.compile_fx_inner: compiles each graph of a model
@@ -19,6 +23,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -27,6 +33,7 @@ from typing import Any
 
 import torch
 
+from mhc_inductor.compat.shared import give_names
 from mhc_inductor.scope import Change
 
 
@@ -168,3 +175,55 @@ def register_backend(name: str, fn: Callable[..., Any]) -> None:
     from torch._dynamo.backends import registry
 
     registry.register_backend(compiler_fn=fn, name=name)
+
+
+def guard_attribute(module: str, name: str) -> None:
+    """Makes Dynamo compile the graph that it is tracing again where ``module.name`` has another value.
+
+    The value is a string. Does nothing if Dynamo is not tracing on this thread.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return
+    try:
+        tx: Any = InstructionTranslator.current_tx()
+    except AttributeError:
+        return
+    guard = AttrSource(tx.import_source(module), name).make_guard(GuardBuilder.EQUALS_MATCH)
+    context.guards_context.dynamo_guards.add(guard)
+
+
+def in_backward() -> bool:
+    """Returns whether autograd's engine is running a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def graph_input(node: Any, like: Any) -> Any:
+    """Makes ``node``, a new placeholder of a Dynamo graph, an input that is no parameter, and returns its fake value.
+
+    Returns:
+        A contiguous int32 tensor of the shape and device of ``like``, in the fake mode of the compile in progress.
+    """
+    context = torch._guards.TracingContext.try_get()
+    mode = getattr(context, "fake_mode", None) or getattr(like, "fake_mode", None) or contextlib.nullcontext()
+    with mode:
+        value = torch.empty(tuple(like.shape), dtype=torch.int32, device=like.device)
+    # AOTAutograd asks each placeholder for its source; None is an input that Dynamo did not find in the user's code.
+    node._dynamo_source = None
+    node.meta["example_value"] = value
+    return value
+
+
+def own_graph(gm: Any) -> None:
+    """Gives a graph module a copy of its graph: Dynamo reads the inputs of the one that it made after the backend ran."""
+    before = gm.graph
+    graph = copy.deepcopy(before)
+    give_names(zip(graph.nodes, (node.name for node in before.nodes), strict=True))
+    for old, new in zip(before.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder"), strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    gm.graph = graph

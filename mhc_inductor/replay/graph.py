@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the choices of keys in a routed Dynamo graph its outputs, or inputs in their place.
+
+So a compiled graph stays functional: it records nothing itself, and its checkpointed regions take the keys as arguments,
+which the backward reads again. The code around the compiled function copies keys from and to the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mhc_inductor import compat
+from mhc_inductor.log import warn_once
+from mhc_inductor.replay import ops, run
+from mhc_inductor.routing.graph.values import example, name_of
+from mhc_inductor.routing.operators.index.operator import IndexOperator
+from mhc_inductor.routing.report import Report, modules_of
+from mhc_inductor.scope import Change, replace
+
+_OPS = torch.ops.mhc_inductor
+_CHOICES = (_OPS.index_topk.default, _OPS.index_topk_scores.default)
+_SCORES = _OPS.index_scores.default
+_LOWEST = -1e30
+"""A score below this marks a hidden key: fills are -inf or the least finite number of a dtype."""
+
+as_ops = Change(lambda: replace(IndexOperator, "faster_as_written", lambda _: lambda *_: False))
+"""Context in which every recognised indexer becomes an op, also where a CPU would run its formula."""
+
+
+def routed_in_mode() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which to route a graph in the present mode."""
+    return contextlib.nullcontext() if run.mode == "off" else as_ops
+
+
+def compiled(gm: fx.GraphModule, inputs: Any, report: Report, compile_: Callable[[Any], Any]) -> Any:
+    """Compiles a routed Dynamo graph for the present mode, and makes Dynamo compile it again for another mode.
+
+    Args:
+        gm: the graph, which is rewritten in place.
+        inputs: its example inputs.
+        report: what was routed in it.
+        compile_: compiles the graph for given example inputs.
+
+    Returns:
+        A function with the arguments and results of the graph as it was given.
+
+    Raises:
+        NotImplementedError: if a choice is where it cannot be recorded or replaced.
+    """
+    if not any(r.op.startswith("index_") for r in report.routed) and not any(map(_chooses, _nodes(gm))):
+        return compile_(inputs)
+    compat.backend.guard_attribute(run.__name__, "mode")
+    if run.mode == "off":
+        return compile_(inputs)
+    compat.backend.own_graph(gm)
+    sites = _Rewriter(run.mode == "replay").graph(gm)
+    if not sites:
+        return compile_(inputs)
+    if run.mode == "record":
+        return _recording(compile_(inputs), sites)
+    fn, sizes = compile_([*inputs, *(s.keys for s in sites)]), _Sizes(list(inputs))
+    return _replaying(fn, sites, sizes)
+
+
+def _recording(fn: Callable[..., Any], sites: list[Site]) -> Callable[..., Any]:
+    def record(*args: Any) -> Any:
+        here = run.current(sites[0].name)
+        out = fn(*args)
+        for site, keys in zip(sites, out[-len(sites) :], strict=True):
+            here.keep(site.name, keys)
+        return out[: -len(sites)]
+
+    return record
+
+
+def _replaying(fn: Callable[..., Any], sites: list[Site], sizes: _Sizes) -> Callable[..., Any]:
+    def replay(*args: Any) -> Any:
+        here = run.current(sites[0].name)
+        first = here.next
+        out = fn(*args, *(here.give(s.name, sizes.of(s.keys, args), s.keys.device) for s in sites))
+        for at, wrong in enumerate(out[-len(sites) :], first):
+            here.note(at, wrong)
+        return out[: -len(sites)]
+
+    return replay
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One choice of keys: module and line, and a fake tensor of its keys [B, S, n], int32."""
+
+    name: str
+    keys: Tensor
+
+
+class _Sizes:
+    """Computes the sizes of a call from its arguments."""
+
+    def __init__(self, inputs: list[Any]) -> None:
+        self.where: dict[Any, tuple[int, int | None]] = {}
+        for i, given in enumerate(inputs):
+            sizes = enumerate(given.shape) if isinstance(given, Tensor) else [(None, given)]
+            for dim, size in sizes:
+                if compat.is_symbol(size):
+                    self.where.setdefault(compat.routing.expression(size), (i, dim))
+
+    def of(self, keys: Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Returns the sizes of ``keys``, a fake tensor, in a call with ``args``."""
+        return tuple(s if isinstance(s, int) else self._value(compat.routing.expression(s), args) for s in keys.shape)
+
+    def _value(self, size: Any, args: tuple[Any, ...]) -> int:
+        at = {symbol: self.where[symbol] for symbol in size.free_symbols}
+        values = [(s, int(args[i] if dim is None else args[i].shape[dim])) for s, (i, dim) in at.items()]
+        return _substituted(size, frozenset(values))
+
+
+@functools.cache
+def _substituted(size: Any, values: frozenset[tuple[Any, int]]) -> int:
+    return int(size.subs(dict(values)))
+
+
+def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def _ranking(node: fx.Node) -> bool:
+    """Returns whether a node is ``topk`` of index scores."""
+    return name_of(node).partition(".")[0] == "topk" and getattr(node.args[0], "target", None) is _SCORES
+
+
+def _chooses(node: fx.Node) -> bool:
+    return node.op == "call_function" and (node.target in _CHOICES or node.target is _SCORES)
+
+
+def _name(node: fx.Node) -> str:
+    """Returns the module and the line of the innermost user code of a node."""
+    frames = re.findall(r'File "(.*)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if not frame[0].startswith(run._OWN)] or frames or [("unknown", "0")]
+    line = f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}"
+    modules = [path for path, _ in modules_of(node) if path]
+    return f"{modules[-1]} ({line})" if modules else line
+
+
+class _Rewriter:
+    """Rewrites one graph and the bodies of its checkpointed regions."""
+
+    def __init__(self, replay: bool) -> None:
+        self.replay = replay
+
+    def graph(self, gm: fx.GraphModule) -> list[Site]:
+        """Gives a graph one more output for each choice, and for replay one more input. Returns the choices in order."""
+        graph, sites, more = gm.graph, list[Site](), list[fx.Node]()
+        for node in list(graph.nodes):
+            if body := _body(gm, node):
+                inner = self.graph(body)
+                node.args = (*node.args, *(_input(graph, s.keys)[0] for s in inner if self.replay))
+                first = len(body.graph.output_node().args[0]) - len(inner)
+                with graph.inserting_after(node):
+                    more += [graph.call_function(operator.getitem, (node, first + i)) for i in range(len(inner))]
+                sites += inner
+            elif node.target in _CHOICES or _ranking(node):
+                with graph.inserting_before(node if self.replay else node.next):
+                    site, added = (_replaced if self.replay else _recorded)(node)
+                sites.append(site)
+                more.append(added)
+            elif node.target is _SCORES and not any(map(_ranking, node.users)):
+                warn_once(f"choice {_name(node)}", f"the scores at {_name(node)} choose no keys that are recorded or replayed")
+        if sites:
+            end = graph.output_node()
+            end.args = ((*end.args[0], *more),)
+            graph.lint()
+            gm.recompile()
+        return sites
+
+
+def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """Returns the body of a checkpointed region that chooses keys. Raises NotImplementedError for another kind of body."""
+    if node.op != "call_function":
+        return None
+    for a in node.all_input_nodes:
+        body = getattr(gm, str(a.target), None) if a.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule) and any(n.target in _CHOICES or _ranking(n) for n in _nodes(body)):
+            if name_of(node) == "tag_activation_checkpoint" and len(a.users) == 1:
+                return body
+            raise NotImplementedError(
+                f"recorded_indices and replayed_indices cannot reach the choice of keys in {name_of(node)} at {_name(node)}; "
+                "take the indexer out of it"
+            )
+    return None
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Returns the arguments of a call of an op, by name; those that are left out are None."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def _visible(node: fx.Node) -> tuple[Any, ...]:
+    """Emits T, and returns it and what says which of the keys a query sees, of an index op."""
+    given = _arguments(node)
+    size = _emit(node, "size", given["k"], 1)
+    return size, *(given[name] for name in ("limit", "mask", "segments_q", "segments_k"))
+
+
+def _emit(of: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Adds a call where the graph inserts, with the line and the modules of another node."""
+    make = of.graph.call_method if isinstance(target, str) else of.graph.call_function
+    node = make(target, args)
+    node.meta.update({k: v for k, v in of.meta.items() if k in ("stack_trace", "nn_module_stack")})
+    return node
+
+
+def _recorded(node: fx.Node) -> tuple[Site, fx.Node]:
+    """Emits the keys that a choice returns, -1 in place of hidden ones. Returns the choice and their node."""
+    keys = node if node.target is _CHOICES[0] else _emit(node, operator.getitem, node, int(_ranking(node)))
+    if _ranking(node):
+        keys = _emit(node, ops.shown, keys, *_visible(node.args[0]))  # type: ignore[arg-type]
+    return Site(_name(node), _example(node)), keys
+
+
+def _replaced(node: fx.Node) -> tuple[Site, fx.Node]:
+    """Puts given keys in the place of a choice. Returns the choice, and the node with the number of wrong queries."""
+    ranked = _ranking(node)
+    keys, value = _input(node.graph, _example(node))
+    given = ops.replayed, keys, *_visible(node.args[0] if ranked else node), ranked  # type: ignore[arg-type]
+    both = _emit(node, *given)
+    indices, wrong = (_emit(node, operator.getitem, both, i) for i in range(2))
+    if node.target is _CHOICES[0]:
+        node.replace_all_uses_with(indices)
+    for user in list(node.users):
+        if user.target is not operator.getitem:
+            raise NotImplementedError(f"replayed_indices: {_name(user)} reads both results of topk in one call")
+        if user.args[1] == int(ranked):
+            user.replace_all_uses_with(indices)
+        elif user.users:
+            user.replace_all_uses_with(_values(node, indices, user))
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+    return Site(_name(node), value), wrong
+
+
+def _values(node: fx.Node, indices: fx.Node, values: fx.Node) -> fx.Node:
+    """Emits the scores of given keys: those of all keys are computed unless the scores only mark hidden keys."""
+    if _ranking(node):
+        return _emit(node, torch.gather, node.args[0], -1, indices)
+    hidden, shown = _emit(node, operator.lt, indices, 0), 0.0
+    if not _only_marks(values):
+        given = _arguments(node)
+        scores = _emit(node, _SCORES, *(given[a.name] for a in _SCORES._schema.arguments))
+        at = _emit(node, "to", _emit(node, "clamp", indices, 0), torch.int64)
+        shown = _emit(node, torch.gather, scores, -1, at)  # type: ignore[assignment]
+    return _emit(node, torch.where, hidden, -torch.inf, shown)
+
+
+def _only_marks(node: fx.Node) -> bool:
+    """Returns whether scores are only compared with numbers that no visible key's score reaches."""
+    for user in node.users:
+        low = [a for a in user.args if isinstance(a, (int, float)) and a < _LOWEST]
+        compared = name_of(user) in ("eq", "ne", "lt", "le", "gt", "ge", "isneginf") and (low or name_of(user) == "isneginf")
+        filled = name_of(user) == "where" and low and node in user.args[1:] and _only_marks(user)
+        if not compared and not filled:
+            return False
+    return True
+
+
+def _example(node: fx.Node) -> Any:
+    """Returns the fake keys of a choice. Raises NotImplementedError for a DTensor."""
+    value = example(node)
+    keys = value if isinstance(value, Tensor) else value[int(_ranking(node))]
+    if compat.is_wrapper(keys):
+        raise NotImplementedError(f"{_name(node)}: keys of DTensors are neither recorded nor replayed")
+    return keys
+
+
+def _input(graph: fx.Graph, like: Any) -> tuple[fx.Node, Any]:
+    """Adds an input for keys after the others. Returns its node and its fake value."""
+    inputs = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(next(iter(graph.nodes))):
+        node = graph.placeholder("replayed_keys")
+    return node, compat.backend.graph_input(node, like)
