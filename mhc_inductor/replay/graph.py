@@ -113,14 +113,15 @@ class _Sizes:
                 if compat.is_symbol(size):
                     self.where.setdefault(compat.routing.expression(size), (i, dim))
 
-    def of(self, keys: Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Returns the sizes of ``keys``, a fake tensor, in a call with ``args``."""
+    def of(self, keys: Tensor, args: tuple[Any, ...]) -> tuple[int | None, ...]:
+        """Returns the sizes of ``keys``, a fake tensor, in a call with ``args``; None where no argument tells it."""
         return tuple(s if isinstance(s, int) else self._value(compat.routing.expression(s), args) for s in keys.shape)
 
-    def _value(self, size: Any, args: tuple[Any, ...]) -> int:
-        at = {symbol: self.where[symbol] for symbol in size.free_symbols}
-        values = [(s, int(args[i] if dim is None else args[i].shape[dim])) for s, (i, dim) in at.items()]
-        return _substituted(size, frozenset(values))
+    def _value(self, size: Any, args: tuple[Any, ...]) -> int | None:
+        if not self.where.keys() >= size.free_symbols:
+            return None
+        at = ((symbol, *self.where[symbol]) for symbol in size.free_symbols)
+        return _substituted(size, frozenset((s, int(args[i] if d is None else args[i].shape[d])) for s, i, d in at))
 
 
 @functools.cache
@@ -165,7 +166,7 @@ class _Rewriter:
             if body := _body(gm, node):
                 inner = self.graph(body)
                 node.args = (*node.args, *(_input(graph, s.keys)[0] for s in inner if self.replay))
-                first = len(body.graph.output_node().args[0]) - len(inner)
+                first = len(_results(body)) - len(inner)
                 with graph.inserting_after(node):
                     more += [graph.call_function(operator.getitem, (node, first + i)) for i in range(len(inner))]
                 sites += inner
@@ -175,13 +176,18 @@ class _Rewriter:
                 sites.append(site)
                 more.append(added)
             elif node.target is _SCORES and not any(map(_ranking, node.users)):
-                warn_once(f"choice {_name(node)}", f"the scores at {_name(node)} choose no keys that are recorded or replayed")
+                warn_once(
+                    f"choice {_name(node)}", f"the scores at {_name(node)} choose no keys that are recorded or replayed"
+                )
         if sites:
-            end = graph.output_node()
-            end.args = ((*end.args[0], *more),)
+            graph.output_node().args = ((*_results(gm), *more),)
             graph.lint()
             gm.recompile()
         return sites
+
+
+def _results(gm: fx.GraphModule) -> tuple[Any, ...]:
+    return gm.graph.output_node().args[0]  # type: ignore[return-value]
 
 
 def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
@@ -267,7 +273,9 @@ def _only_marks(node: fx.Node) -> bool:
     """Returns whether scores are only compared with numbers that no visible key's score reaches."""
     for user in node.users:
         low = [a for a in user.args if isinstance(a, (int, float)) and a < _LOWEST]
-        compared = name_of(user) in ("eq", "ne", "lt", "le", "gt", "ge", "isneginf") and (low or name_of(user) == "isneginf")
+        compared = name_of(user) in ("eq", "ne", "lt", "le", "gt", "ge", "isneginf") and (
+            low or name_of(user) == "isneginf"
+        )
         filled = name_of(user) == "where" and low and node in user.args[1:] and _only_marks(user)
         if not compared and not filled:
             return False

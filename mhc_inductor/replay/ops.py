@@ -42,7 +42,7 @@ def _count(keys: Tensor, size: int, given: _Given) -> Tensor:
         everything = torch.full(keys.shape[:2], size, dtype=torch.int64, device=keys.device)
         return everything if limit is None else torch.minimum(limit.clamp(min=0), everything)
     count = torch.empty(keys.shape[:2], dtype=torch.int64, device=keys.device)
-    for b, s in chunks(*keys.shape[:2], size, CHUNK):
+    for b, s in chunks(keys.shape[0], keys.shape[1], size, CHUNK):
         seen = visible(s, b, size, keys.device, *given)
         count[b, s] = seen.expand(*count[b, s].shape, size).sum(-1)
     return count
@@ -51,11 +51,11 @@ def _count(keys: Tensor, size: int, given: _Given) -> Tensor:
 def _shown(keys: Tensor, size: int, *given: Tensor | None) -> Tensor:
     """Returns the keys [B, S, n] that their queries see, int32, -1 in place of the others, in the given order."""
     if keys.shape[-1] == 0:
-        return keys.to(torch.int32)
-    return torch.where(_sees(keys.long(), *given), keys, -1).to(torch.int32)  # type: ignore[arg-type]
+        return keys.to(torch.int32, copy=True)
+    return torch.where(_sees(keys.long(), *given), keys, -1).to(torch.int32)
 
 
-def _replayed(keys: Tensor, size: int, *rest: Tensor | None | bool) -> tuple[Tensor, Tensor]:
+def _replayed(keys: Tensor, size: int, *rest: Tensor | bool | None) -> tuple[Tensor, Tensor]:
     """Returns given keys as the choice of an indexer returns them, and how many queries' keys cannot be its choice.
 
     A query's keys are its choice if they are distinct, in range and visible to it, and ``min(n, visible keys)`` of them
@@ -74,7 +74,7 @@ def _replayed(keys: Tensor, size: int, *rest: Tensor | None | bool) -> tuple[Ten
     visible_to: _Given = tuple(given)  # type: ignore[assignment]
     n, many = keys.shape[-1], _count(keys, size, visible_to)
     if n == 0:
-        return keys.to(torch.int64 if ranked else torch.int32), keys.new_zeros(1, dtype=torch.int32)
+        return keys.to(torch.int64 if ranked else torch.int32, copy=True), keys.new_zeros(1, dtype=torch.int32)
     inside = (keys >= 0) & (keys < size)
     good = inside & _sees(torch.where(inside, keys, 0).long(), *visible_to)
     ordered = torch.where(good, keys, _LAST).to(torch.int32).sort(-1).values
@@ -96,7 +96,7 @@ def _fake_shown(keys: Tensor, size: int, *_: Tensor | None) -> Tensor:
     return keys.new_empty(keys.shape, dtype=torch.int32)
 
 
-def _fake_replayed(keys: Tensor, size: int, *rest: Tensor | None | bool) -> tuple[Tensor, Tensor]:
+def _fake_replayed(keys: Tensor, size: int, *rest: Tensor | bool | None) -> tuple[Tensor, Tensor]:
     dtype = torch.int64 if rest[-1] else torch.int32
     return keys.new_empty(keys.shape, dtype=dtype), keys.new_empty(1, dtype=torch.int32)
 

@@ -70,13 +70,14 @@ class Run:
         else:
             self.store[at].copy_(keys)
 
-    def give(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    def give(self, name: str, shape: tuple[int | None, ...], device: torch.device) -> Tensor:
         """Returns the keys of the next choice. Raises ValueError if there are none of its shape and device."""
         at, self.next = self.next, self.next + 1
         if at >= len(self.store):
             raise ValueError(f"replayed_indices: the store has {len(self.store)} entries, but {name} chooses once more")
         keys = self.store[at]
-        if keys.shape != shape or keys.device != device:
+        fits = all(want in (None, got) for want, got in zip(shape, keys.shape, strict=True))
+        if not fits or keys.device != device:
             raise ValueError(
                 f"replayed_indices: {self.store._words(at)} must have shape [B, S, n] = {list(shape)} on {device}, for "
                 f"{name}; got {list(keys.shape)} on {keys.device}"
@@ -169,7 +170,9 @@ def _open(name: str, run: Run) -> Iterator[None]:
             "mhc_inductor.index_topk that is not compiled"
         )
     if taken < held:
-        raise ValueError(f"{name}: the given store has {held} entries, but {taken} were recorded; record into a new store")
+        raise ValueError(
+            f"{name}: the given store has {held} entries, but {taken} were recorded; record into a new store"
+        )
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         run.store.check()
 
@@ -196,7 +199,7 @@ def checkpointed_indices() -> tuple[AbstractContextManager[Any], AbstractContext
         RuntimeError: In the recomputation, if the keys of the store were changed since the forward.
     """
     if torch.compiler.is_compiling():  # the graph's own checkpoint, in which keys are an argument
-        return torch.utils.checkpoint.create_selective_checkpoint_contexts(_recompute)  # type: ignore[no-any-return]
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts(_recompute)
     if _run is None:
         return contextlib.nullcontext(), contextlib.nullcontext()
     region = _Region(_run)
@@ -227,7 +230,9 @@ class _Region:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         if self.run.mode == "replay" and self._versions(self.first + len(self.versions)) != self.versions:
-            raise RuntimeError(f"replayed_indices: the store was changed before the backward, which needs its keys; {_KEEP}")
+            raise RuntimeError(
+                f"replayed_indices: the store was changed before the backward, which needs its keys; {_KEEP}"
+            )
         with _entered(Run(self.run.mode, self.run.store, self.first, again=True)):
             yield
 

@@ -48,7 +48,10 @@ class IndexStore:
         return iter(self._keys)
 
     def __repr__(self) -> str:
-        lines = [f"  {at}: {n or 'no name'} {list(t.shape)}" for at, (n, t) in enumerate(zip(self.names, self._keys))]
+        lines = [
+            f"  {at}: {n or 'no name'} {list(t.shape)}"
+            for at, (n, t) in enumerate(zip(self.names, self._keys, strict=True))
+        ]
         return "\n".join([f"IndexStore, entries: {len(self)}", *lines])
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -126,4 +129,6 @@ def _check(name: str, t: Tensor, shape: torch.Size | None = None) -> None:
         expected = "[B, S, n]" if shape is None else list(shape)
         raise ValueError(f"IndexStore: {name} must have shape {expected}, got {list(t.shape)}")
     if t.numel() and (int(t.min()) < -1 or int(t.max()) > 2**31 - 2):
-        raise ValueError(f"IndexStore: {name} must hold keys from 0 and -1 for none, got {int(t.min())} to {int(t.max())}")
+        raise ValueError(
+            f"IndexStore: {name} must hold keys from 0 and -1 for none, got {int(t.min())} to {int(t.max())}"
+        )
