@@ -46,11 +46,11 @@ class Layer(nn.Module):
         self.q, self.k, self.w, self.v = (nn.Linear(width, n, bias=False) for n in (4 * 8, 8, 4, width))
         self.read = read or chosen
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, w = self.q(x).unflatten(-1, (4, 8)), self.k(x), self.w(x)
         scores = (torch.einsum("bshd,btd->bsht", q, k).relu() * w.unsqueeze(-1)).sum(2)
         hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-        taken = self.read(scores.masked_fill(hidden, -torch.inf)) & ~hidden
+        taken = self.read(scores.masked_fill(hidden, -torch.inf) if mask is None else scores + mask) & ~hidden
         return x + (taken / taken.sum(-1, keepdim=True).clamp(min=1)) @ self.v(x).tanh()
 
 
@@ -118,7 +118,7 @@ def trained_with(model: nn.Module, keys: list[Tensor]) -> list[Tensor]:
     """Returns output and gradients of a :class:`Model` that uses given keys in plain PyTorch."""
     given = eagerly(model, keys)
     given.options = {}
-    return step(given, given, states())
+    return step(given, given, states().to(keys[0].device))
 
 
 def same(got: list[Tensor], want: list[Tensor]) -> None:
@@ -249,6 +249,31 @@ def test_values_of_topk_are_those_of_the_given_keys(low, autograd_only):
     given.layers[0].read = lambda scores: shown(scores) & (scores > low)
     same([got], [given(states())])
     assert read is model.layers[0].read and not torch.equal(got, first)
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("low", [None, -2e38, 0.0])
+def test_a_mask_that_is_data_says_which_keys_are_hidden(fill, low, autograd_only):
+    model = Model(1, chosen if low is None else functools.partial(marked, low=low))
+    layer, mask = model.layers[0], torch.full((9, 9), fill).triu(1).expand(2, 9, 9)
+    call = torch.compile(layer, backend="mhc_inductor")
+    with recorded_indices() as store, torch.no_grad():
+        first = call(states(), mask)
+    same([first], [layer(states(), mask)])
+    assert torch.equal((store[0] >= 0).sum(-1), torch.arange(1, 10).clamp(max=TOPK).expand(2, 9))
+    new = others(store)
+    with replayed_indices(IndexStore(new)), torch.no_grad():
+        got = call(states(), mask)
+    given = eagerly(model, new)
+    if low == 0.0:
+        shown = given.layers[0].read
+        given.layers[0].read = lambda scores: shown(scores) & (scores > low)
+    same([got], [given(states())])
+    with (
+        pytest.raises(ValueError, match=r"keys of 18 queries cannot be"),
+        replayed_indices(IndexStore([new[0] * 0 + 8])),
+    ):
+        call(states(), mask)
 
 
 def test_an_order_by_score_is_kept_and_hidden_keys_stand_for_none(autograd_only):

@@ -29,6 +29,29 @@ from mhc_inductor.scope import Change, replace
 _OPS = torch.ops.mhc_inductor
 _CHOICES = (_OPS.index_topk.default, _OPS.index_topk_scores.default)
 _SCORES = _OPS.index_scores.default
+_MASKS = frozenset(
+    [
+        "add",
+        "iadd",
+        "sub",
+        "isub",
+        "mul",
+        "truediv",
+        "masked_fill",
+        "where",
+        "to",
+        "float",
+        "type_as",
+        "contiguous",
+        "clone",
+        "detach",
+        "view",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+    ]
+)
+"""Calls that may stand between scores and their ``topk``: they hide keys, or change no order."""
 _LOWEST = -1e30
 """A score below this marks a hidden key: fills are -inf or the least finite number of a dtype."""
 
@@ -135,9 +158,24 @@ def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
             yield from module.graph.nodes
 
 
-def _ranking(node: fx.Node) -> bool:
-    """Returns whether a node is ``topk`` of index scores."""
-    return name_of(node).partition(".")[0] == "topk" and getattr(node.args[0], "target", None) is _SCORES
+def _ranking(node: fx.Node) -> list[fx.Node]:
+    """Returns the calls from index scores [B, S, T] to what a ``topk`` ranks, or [] for another node."""
+    if name_of(node).partition(".")[0] != "topk":
+        return []
+    path = _path(node.all_input_nodes[0])
+    return path if path and example(path[0]).shape == example(path[-1]).shape else []
+
+
+def _path(node: fx.Node) -> list[fx.Node]:
+    """Returns the calls from index scores to ``node``, between which there are only masks, or []."""
+    if node.target is _SCORES:
+        return [node]
+    if name_of(node).partition(".")[0].rstrip("_") in _MASKS:
+        for a in node.all_input_nodes:
+            value = example(a)
+            if isinstance(value, Tensor) and value.is_floating_point() and (path := _path(a)):
+                return [*path, node]
+    return []
 
 
 def _chooses(node: fx.Node) -> bool:
@@ -162,6 +200,12 @@ class _Rewriter:
     def graph(self, gm: fx.GraphModule) -> list[Site]:
         """Gives a graph one more output for each choice, and for replay one more input. Returns the choices in order."""
         graph, sites, more = gm.graph, list[Site](), list[fx.Node]()
+        ranked = {path[0] for node in graph.nodes if (path := _ranking(node))}
+        for node in graph.find_nodes(op="call_function", target=_SCORES):
+            if node not in ranked:
+                warn_once(
+                    f"unranked {_name(node)}", f"scores choose no keys that can be recorded or replayed: {_name(node)}"
+                )
         for node in list(graph.nodes):
             if body := _body(gm, node):
                 inner = self.graph(body)
@@ -175,10 +219,6 @@ class _Rewriter:
                     site, added = (_replaced if self.replay else _recorded)(node)
                 sites.append(site)
                 more.append(added)
-            elif node.target is _SCORES and not any(map(_ranking, node.users)):
-                warn_once(
-                    f"choice {_name(node)}", f"the scores at {_name(node)} choose no keys that are recorded or replayed"
-                )
         if sites:
             graph.output_node().args = ((*_results(gm), *more),)
             graph.lint()
@@ -213,10 +253,18 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _visible(node: fx.Node) -> tuple[Any, ...]:
-    """Emits T, and returns it and what says which of the keys a query sees, of an index op."""
-    given = _arguments(node)
+    """Emits T, and what says which of the keys a query sees, for a choice of keys."""
+    path = _ranking(node)
+    given = _arguments(path[0] if path else node)
+    mask = given["mask"]
+    if path[1:]:  # what the model's own masks leave of scores of 0
+        copies = {path[0]: _emit(node, torch.zeros_like, path[0])}
+        for call in path[1:]:
+            copies[call] = node.graph.node_copy(call, lambda n: copies.get(n, n))
+        seen = _emit(node, operator.gt, copies[path[-1]], _LOWEST)
+        mask = seen if mask is None else _emit(node, torch.logical_and, seen, mask)
     size = _emit(node, "size", given["k"], 1)
-    return size, *(given[name] for name in ("limit", "mask", "segments_q", "segments_k"))
+    return size, given["limit"], mask, given["segments_q"], given["segments_k"]
 
 
 def _emit(of: fx.Node, target: Any, *args: Any) -> fx.Node:
@@ -229,18 +277,18 @@ def _emit(of: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 def _recorded(node: fx.Node) -> tuple[Site, fx.Node]:
     """Emits the keys that a choice returns, -1 in place of hidden ones. Returns the choice and their node."""
-    keys = node if node.target is _CHOICES[0] else _emit(node, operator.getitem, node, int(_ranking(node)))
+    keys = node if node.target is _CHOICES[0] else _emit(node, operator.getitem, node, int(bool(_ranking(node))))
     if _ranking(node):
-        keys = _emit(node, ops.shown, keys, *_visible(node.args[0]))  # type: ignore[arg-type]
+        hidden = _emit(node, operator.le, _emit(node, operator.getitem, node, 0), _LOWEST)
+        keys = _emit(node, "to", _emit(node, torch.where, hidden, -1, keys), torch.int32)
     return Site(_name(node), _example(node)), keys
 
 
 def _replaced(node: fx.Node) -> tuple[Site, fx.Node]:
     """Puts given keys in the place of a choice. Returns the choice, and the node with the number of wrong queries."""
-    ranked = _ranking(node)
+    ranked = bool(_ranking(node))
     keys, value = _input(node.graph, _example(node))
-    given = ops.replayed, keys, *_visible(node.args[0] if ranked else node), ranked  # type: ignore[arg-type]
-    both = _emit(node, *given)
+    both = _emit(node, ops.replayed, keys, *_visible(node), ranked)
     indices, wrong = (_emit(node, operator.getitem, both, i) for i in range(2))
     if node.target is _CHOICES[0]:
         node.replace_all_uses_with(indices)
@@ -259,7 +307,7 @@ def _replaced(node: fx.Node) -> tuple[Site, fx.Node]:
 def _values(node: fx.Node, indices: fx.Node, values: fx.Node) -> fx.Node:
     """Emits the scores of given keys: those of all keys are computed unless the scores only mark hidden keys."""
     if _ranking(node):
-        return _emit(node, torch.gather, node.args[0], -1, indices)
+        return _emit(node, torch.gather, node.all_input_nodes[0], -1, indices)
     hidden, shown = _emit(node, operator.lt, indices, 0), 0.0
     if not _only_marks(values):
         given = _arguments(node)
@@ -285,7 +333,7 @@ def _only_marks(node: fx.Node) -> bool:
 def _example(node: fx.Node) -> Any:
     """Returns the fake keys of a choice. Raises NotImplementedError for a DTensor."""
     value = example(node)
-    keys = value if isinstance(value, Tensor) else value[int(_ranking(node))]
+    keys = value if isinstance(value, Tensor) else value[int(bool(_ranking(node)))]
     if compat.is_wrapper(keys):
         raise NotImplementedError(f"{_name(node)}: keys of DTensors are neither recorded nor replayed")
     return keys

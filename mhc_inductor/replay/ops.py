@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ops of recording and replay, in ``torch.ops.mhc_inductor_replay``.
+"""The op of replay, ``torch.ops.mhc_inductor_replay.replayed``: given keys in the form in which an indexer returns them.
 
-They have a namespace of their own: they exist only while a context is open, and no saved program holds them. Both are
-functional, so nothing reorders or drops them, and they run as plain PyTorch on any device without reading on the host.
+It has a namespace of its own: it exists only while a context is open, and no saved program holds it. It is functional, so
+nothing reorders or drops it, and runs as plain PyTorch on any device without reading on the host.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from torch import Tensor
 from mhc_inductor.ops.segments import ANY_SEGMENT
 from mhc_inductor.reference.index import CHUNK, chunks, visible
 
-_VISIBLE = "Tensor? limit, Tensor? mask, Tensor? segments_q, Tensor? segments_k"
 LIBRARY = torch.library.Library("mhc_inductor_replay", "DEF")
-LIBRARY.define(f"shown(Tensor keys, SymInt size, {_VISIBLE}) -> Tensor indices")
-LIBRARY.define(f"replayed(Tensor keys, SymInt size, {_VISIBLE}, bool ranked) -> (Tensor indices, Tensor wrong)")
+LIBRARY.define(
+    "replayed(Tensor keys, SymInt size, Tensor? limit, Tensor? mask, Tensor? segments_q, Tensor? segments_k, bool ranked)"
+    " -> (Tensor indices, Tensor wrong)"
+)
 
 _Given = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _LAST = 2**31 - 1
@@ -46,13 +47,6 @@ def _count(keys: Tensor, size: int, given: _Given) -> Tensor:
         seen = visible(s, b, size, keys.device, *given)
         count[b, s] = seen.expand(*count[b, s].shape, size).sum(-1)
     return count
-
-
-def _shown(keys: Tensor, size: int, *given: Tensor | None) -> Tensor:
-    """Returns the keys [B, S, n] that their queries see, int32, -1 in place of the others, in the given order."""
-    if keys.shape[-1] == 0:
-        return keys.to(torch.int32, copy=True)
-    return torch.where(_sees(keys.long(), *given), keys, -1).to(torch.int32)
 
 
 def _replayed(keys: Tensor, size: int, *rest: Tensor | bool | None) -> tuple[Tensor, Tensor]:
@@ -92,17 +86,11 @@ def _replayed(keys: Tensor, size: int, *rest: Tensor | bool | None) -> tuple[Ten
     return torch.where(bad.unsqueeze(-1), first, found), wrong
 
 
-def _fake_shown(keys: Tensor, size: int, *_: Tensor | None) -> Tensor:
-    return keys.new_empty(keys.shape, dtype=torch.int32)
-
-
 def _fake_replayed(keys: Tensor, size: int, *rest: Tensor | bool | None) -> tuple[Tensor, Tensor]:
     dtype = torch.int64 if rest[-1] else torch.int32
     return keys.new_empty(keys.shape, dtype=dtype), keys.new_empty(1, dtype=torch.int32)
 
 
-for _name, _run, _fake in (("shown", _shown, _fake_shown), ("replayed", _replayed, _fake_replayed)):
-    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mhc_inductor_replay::{_name}", _fake, lib=LIBRARY)
-
-shown, replayed = (getattr(torch.ops.mhc_inductor_replay, name).default for name in ("shown", "replayed"))
+LIBRARY.impl("replayed", _replayed, "CompositeExplicitAutograd")
+torch.library.register_fake("mhc_inductor_replay::replayed", _fake_replayed, lib=LIBRARY)
+replayed = torch.ops.mhc_inductor_replay.replayed.default
