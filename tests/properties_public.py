@@ -442,6 +442,10 @@ PROPERTIES: Mapping[str, Property] = {
 
 WITHOUT = {
     "ANY_SEGMENT": "a number",
+    "IndexStore": "a container of tensors: tests/test_replay_eager.py gives it each kind of wrong tensor",
+    "checkpointed_indices": "takes nothing; tests/test_replay_eager.py and tests/test_replay.py",
+    "recorded_indices": "a context around a model's call: tests/test_replay_eager.py and tests/test_replay.py",
+    "replayed_indices": "a context around a model's call: tests/test_replay_eager.py and tests/test_replay.py",
     "counters": "takes nothing; returns counts",
     "decompositions": "takes nothing; tests/test_export.py runs each formula of the table",
     "disable": "takes nothing; is drawn with enable",

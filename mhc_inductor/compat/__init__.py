@@ -19,6 +19,7 @@ from mhc_inductor.compat.shared import OpOverload as OpOverload
 from mhc_inductor.compat.shared import any_tangent as any_tangent
 from mhc_inductor.compat.shared import captured_graphs as captured_graphs
 from mhc_inductor.compat.shared import counters as counters
+from mhc_inductor.compat.shared import expression as expression
 from mhc_inductor.compat.shared import fake_mode_of as fake_mode_of
 from mhc_inductor.compat.shared import functorch_active as functorch_active
 from mhc_inductor.compat.shared import give_names as give_names

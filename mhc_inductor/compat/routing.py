@@ -39,6 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+from mhc_inductor.compat.shared import expression as expression
+
 
 def _rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
     if eps is None and x.dtype != torch.float32:
@@ -204,11 +206,6 @@ def _dynamic_sizes(graph: Any) -> Iterator[Any]:
         for size in sizes:
             if isinstance(size, torch.SymInt) and size.node.has_hint():
                 yield size
-
-
-def expression(size: Any) -> Any:
-    """Returns the sympy expression of a torch.SymInt."""
-    return size.node.expr
 
 
 def hint(size: Any, at: Mapping[str, int] | None = None) -> int:

@@ -241,6 +241,11 @@ def is_symbol(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
 
 
+def expression(size: Any) -> Any:
+    """Returns the sympy expression of a torch.SymInt."""
+    return size.node.expr
+
+
 def give_names(named: Iterable[tuple[Any, str]]) -> None:
     """Gives nodes of one graph names that are unique among them, also such as FX avoids.
 

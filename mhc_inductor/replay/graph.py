@@ -134,11 +134,11 @@ class _Sizes:
             sizes = enumerate(given.shape) if isinstance(given, Tensor) else [(None, given)]
             for dim, size in sizes:
                 if compat.is_symbol(size):
-                    self.where.setdefault(compat.routing.expression(size), (i, dim))
+                    self.where.setdefault(compat.expression(size), (i, dim))
 
     def of(self, keys: Tensor, args: tuple[Any, ...]) -> tuple[int | None, ...]:
         """Returns the sizes of ``keys``, a fake tensor, in a call with ``args``; None where no argument tells it."""
-        return tuple(s if isinstance(s, int) else self._value(compat.routing.expression(s), args) for s in keys.shape)
+        return tuple(s if isinstance(s, int) else self._value(compat.expression(s), args) for s in keys.shape)
 
     def _value(self, size: Any, args: tuple[Any, ...]) -> int | None:
         if not self.where.keys() >= size.free_symbols:
