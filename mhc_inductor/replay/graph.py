@@ -29,31 +29,10 @@ from mhc_inductor.scope import Change, replace
 _OPS = torch.ops.mhc_inductor
 _CHOICES = (_OPS.index_topk.default, _OPS.index_topk_scores.default)
 _SCORES = _OPS.index_scores.default
-_MASKS = frozenset(
-    [
-        "add",
-        "iadd",
-        "sub",
-        "isub",
-        "mul",
-        "truediv",
-        "masked_fill",
-        "where",
-        "to",
-        "float",
-        "type_as",
-        "contiguous",
-        "clone",
-        "detach",
-        "view",
-        "reshape",
-        "squeeze",
-        "unsqueeze",
-    ]
-)
+_MASKS = re.compile("i?add|i?sub|mul|truediv|masked_fill|where|to|float|type_as|contiguous|clone|detach|view|reshape")
 """Calls that may stand between scores and their ``topk``: they hide keys, or change no order."""
-_LOWEST = -1e30
-"""A score below this marks a hidden key: fills are -inf or the least finite number of a dtype."""
+_LOWEST, _FILL = -1e30, -1e4
+"""No visible key's score is below the first; a mask adds less than the second to a hidden key's score alone."""
 
 as_ops = Change(lambda: replace(IndexOperator, "faster_as_written", lambda _: lambda *_: False))
 """Context in which every recognised indexer becomes an op, also where a CPU would run its formula."""
@@ -85,36 +64,31 @@ def compiled(gm: fx.GraphModule, inputs: Any, report: Report, compile_: Callable
     if run.mode == "off":
         return compile_(inputs)
     compat.backend.own_graph(gm)
-    sites = _Rewriter(run.mode == "replay").graph(gm)
+    sites = _rewritten(gm, run.mode == "replay")
     if not sites:
         return compile_(inputs)
     if run.mode == "record":
-        return _recording(compile_(inputs), sites)
-    fn, sizes = compile_([*inputs, *(s.keys for s in sites)]), _Sizes(list(inputs))
-    return _replaying(fn, sites, sizes)
+        return _around(compile_(inputs), sites, None)
+    return _around(compile_([*inputs, *(s.keys for s in sites)]), sites, _Sizes(list(inputs)))
 
 
-def _recording(fn: Callable[..., Any], sites: list[Site]) -> Callable[..., Any]:
-    def record(*args: Any) -> Any:
+def _around(fn: Callable[..., Any], sites: list[Site], sizes: _Sizes | None) -> Callable[..., Any]:
+    """Returns ``fn`` with keys from the open context's store, if ``sizes`` tells their sizes, or into it."""
+
+    def call(*args: Any) -> Any:
         here = run.current(sites[0].name)
-        out = fn(*args)
-        for site, keys in zip(sites, out[-len(sites) :], strict=True):
-            here.keep(site.name, keys)
+        first, keys = here.next, list[Tensor]()
+        if sizes is not None:
+            keys = [here.give(s.name, sizes.of(s.keys, args), s.keys.device) for s in sites]
+        out = fn(*args, *keys)
+        for at, (site, found) in enumerate(zip(sites, out[-len(sites) :], strict=True), first):
+            if sizes is None:
+                here.keep(site.name, found)
+            else:
+                here.note(at, found)
         return out[: -len(sites)]
 
-    return record
-
-
-def _replaying(fn: Callable[..., Any], sites: list[Site], sizes: _Sizes) -> Callable[..., Any]:
-    def replay(*args: Any) -> Any:
-        here = run.current(sites[0].name)
-        first = here.next
-        out = fn(*args, *(here.give(s.name, sizes.of(s.keys, args), s.keys.device) for s in sites))
-        for at, wrong in enumerate(out[-len(sites) :], first):
-            here.note(at, wrong)
-        return out[: -len(sites)]
-
-    return replay
+    return call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,9 +142,11 @@ def _ranking(node: fx.Node) -> list[fx.Node]:
 
 def _path(node: fx.Node) -> list[fx.Node]:
     """Returns the calls from index scores to ``node``, between which there are only masks, or []."""
+    if any(name_of(u) == "setitem" or name_of(u).partition(".")[0].endswith("_") for u in node.users):
+        return []  # written in place
     if node.target is _SCORES:
         return [node]
-    if name_of(node).partition(".")[0].rstrip("_") in _MASKS:
+    if _MASKS.fullmatch(name_of(node).partition(".")[0]):
         for a in node.all_input_nodes:
             value = example(a)
             if isinstance(value, Tensor) and value.is_floating_point() and (path := _path(a)):
@@ -191,39 +167,32 @@ def _name(node: fx.Node) -> str:
     return f"{modules[-1]} ({line})" if modules else line
 
 
-class _Rewriter:
-    """Rewrites one graph and the bodies of its checkpointed regions."""
-
-    def __init__(self, replay: bool) -> None:
-        self.replay = replay
-
-    def graph(self, gm: fx.GraphModule) -> list[Site]:
-        """Gives a graph one more output for each choice, and for replay one more input. Returns the choices in order."""
-        graph, sites, more = gm.graph, list[Site](), list[fx.Node]()
-        ranked = {path[0] for node in graph.nodes if (path := _ranking(node))}
-        for node in graph.find_nodes(op="call_function", target=_SCORES):
-            if node not in ranked:
-                warn_once(
-                    f"unranked {_name(node)}", f"scores choose no keys that can be recorded or replayed: {_name(node)}"
-                )
-        for node in list(graph.nodes):
-            if body := _body(gm, node):
-                inner = self.graph(body)
-                node.args = (*node.args, *(_input(graph, s.keys)[0] for s in inner if self.replay))
-                first = len(_results(body)) - len(inner)
-                with graph.inserting_after(node):
-                    more += [graph.call_function(operator.getitem, (node, first + i)) for i in range(len(inner))]
-                sites += inner
-            elif node.target in _CHOICES or _ranking(node):
-                with graph.inserting_before(node if self.replay else node.next):
-                    site, added = (_replaced if self.replay else _recorded)(node)
-                sites.append(site)
-                more.append(added)
-        if sites:
-            graph.output_node().args = ((*_results(gm), *more),)
-            graph.lint()
-            gm.recompile()
-        return sites
+def _rewritten(gm: fx.GraphModule, replay: bool) -> list[Site]:
+    """Gives a graph one more output for each choice, and for replay one more input. Returns the choices in order."""
+    graph, sites, more = gm.graph, list[Site](), list[fx.Node]()
+    ranked = {path[0] for node in graph.nodes if (path := _ranking(node))}
+    for node in graph.find_nodes(op="call_function", target=_SCORES):
+        if node not in ranked:
+            name = _name(node)
+            warn_once(f"unranked {name}", f"the scores of {name} choose no keys that can be recorded or replayed")
+    for node in list(graph.nodes):
+        if body := _body(gm, node):
+            inner = _rewritten(body, replay)
+            node.args = (*node.args, *(_input(graph, s.keys)[0] for s in inner if replay))
+            first = len(_results(body)) - len(inner)
+            with graph.inserting_after(node):
+                more += [graph.call_function(operator.getitem, (node, first + i)) for i in range(len(inner))]
+            sites += inner
+        elif node.target in _CHOICES or _ranking(node):
+            with graph.inserting_before(node if replay else node.next):
+                site, added = (_replaced if replay else _recorded)(node)
+            sites.append(site)
+            more.append(added)
+    if sites:
+        graph.output_node().args = ((*_results(gm), *more),)
+        graph.lint()
+        gm.recompile()
+    return sites
 
 
 def _results(gm: fx.GraphModule) -> tuple[Any, ...]:
@@ -261,7 +230,7 @@ def _visible(node: fx.Node) -> tuple[Any, ...]:
         copies = {path[0]: _emit(node, torch.zeros_like, path[0])}
         for call in path[1:]:
             copies[call] = node.graph.node_copy(call, lambda n: copies.get(n, n))
-        seen = _emit(node, operator.gt, copies[path[-1]], _LOWEST)
+        seen = _emit(node, operator.gt, copies[path[-1]], _FILL)
         mask = seen if mask is None else _emit(node, torch.logical_and, seen, mask)
     size = _emit(node, "size", given["k"], 1)
     return size, given["limit"], mask, given["segments_q"], given["segments_k"]
@@ -278,8 +247,11 @@ def _emit(of: fx.Node, target: Any, *args: Any) -> fx.Node:
 def _recorded(node: fx.Node) -> tuple[Site, fx.Node]:
     """Emits the keys that a choice returns, -1 in place of hidden ones. Returns the choice and their node."""
     keys = node if node.target is _CHOICES[0] else _emit(node, operator.getitem, node, int(bool(_ranking(node))))
-    if _ranking(node):
+    if path := _ranking(node):
         hidden = _emit(node, operator.le, _emit(node, operator.getitem, node, 0), _LOWEST)
+        if path[1:]:
+            seen = _emit(node, torch.gather, _visible(node)[2], -1, keys)
+            hidden = _emit(node, torch.logical_or, hidden, _emit(node, torch.logical_not, seen))
         keys = _emit(node, "to", _emit(node, torch.where, hidden, -1, keys), torch.int32)
     return Site(_name(node), _example(node)), keys
 
@@ -320,12 +292,9 @@ def _values(node: fx.Node, indices: fx.Node, values: fx.Node) -> fx.Node:
 def _only_marks(node: fx.Node) -> bool:
     """Returns whether scores are only compared with numbers that no visible key's score reaches."""
     for user in node.users:
-        low = [a for a in user.args if isinstance(a, (int, float)) and a < _LOWEST]
-        compared = name_of(user) in ("eq", "ne", "lt", "le", "gt", "ge", "isneginf") and (
-            low or name_of(user) == "isneginf"
-        )
-        filled = name_of(user) == "where" and low and node in user.args[1:] and _only_marks(user)
-        if not compared and not filled:
+        low = any(isinstance(a, (int, float)) and a < _LOWEST for a in user.args)
+        filled = name_of(user) == "where" and node in user.args[1:] and _only_marks(user)
+        if not low or not (filled or name_of(user) in ("eq", "ne", "lt", "le", "gt", "ge")):
             return False
     return True
 
