@@ -25,11 +25,20 @@ no_recompiles = functools.partial(torch._dynamo.config.patch, error_on_recompile
 
 
 @pytest.fixture
-def autograd_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets AOTAutograd and its partitioner compile what the backend gives to Inductor, which takes no C++ compiler."""
-    monkeypatch.setattr(backend, "_compile", lambda _, gm, inputs, **__: aot_eager_decomp_partition(gm, inputs))
+def autograd_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Lets AOTAutograd and its partitioner compile what the backend gives to Inductor, which takes no C++ compiler.
+
+    Yields a list to which the code of each graph is added.
+    """
+    codes = list[str]()
+
+    def compile_(_: Any, gm: torch.fx.GraphModule, inputs: Any, **__: Any) -> Any:
+        codes.append("".join(m.code for m in gm.modules() if isinstance(m, torch.fx.GraphModule)))
+        return aot_eager_decomp_partition(gm, inputs)
+
+    monkeypatch.setattr(backend, "_compile", compile_)
     torch._dynamo.reset()
-    yield
+    yield codes
     torch._dynamo.reset()
 
 
@@ -183,9 +192,24 @@ def test_training_with_given_keys_is_training_with_these_keys(options, autograd_
     with replayed_indices(IndexStore(new)):
         got = step(model, call, states())
     same(got, trained_with(model, new))
+    recorded, replayed = autograd_only
+    assert (recorded.count("index_topk."), recorded.count("replay.replayed.")) == (3, 0)
+    assert (replayed.count("index_"), replayed.count("replay.replayed.")) == (0, 3), "no scores"
     assert float((got[0] - first[0]).abs().max()) > 1e-2
     of_indexer = [g for (n, _), g in zip(model.named_parameters(), got[1:], strict=True) if ".v." not in n]
     assert not any(g.any() for g in of_indexer)
+
+
+def test_keys_that_were_changed_before_the_backward_raise(autograd_only):
+    model = Model(1, use_reentrant=False)
+    call = torch.compile(model, backend="mhc_inductor")
+    with recorded_indices() as store:
+        call(states())
+    with replayed_indices(store):
+        out = call(states())
+    store.copy_(others(store))
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch.IntTensor"):
+        out.sum().backward()
 
 
 def test_new_keys_and_a_return_to_a_mode_compile_nothing(autograd_only):

@@ -196,6 +196,10 @@ def test_recomputation_takes_the_forwards_keys(nested):
         out = run()
     assert torch.equal(out, plain) and torch.equal(torch.autograd.grad(out.square().sum(), x)[0], want[0])
     assert not torch.equal(torch.autograd.grad(_twice(layers, x, {}).square().sum(), x)[0], want[0])
+    with replayed_indices(new):
+        loss = run().square().sum()
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], want[0])
     with recorded_indices() as again:
         run().sum().backward()
     assert len(again) == 2 and all(map(torch.equal, again, store))

@@ -9,6 +9,7 @@
 - torch._dynamo.source.AttrSource: an attribute that a guard is on
 - torch._dynamo.source.GlobalStateSource: what that guard is on
 - torch._dynamo.symbolic_convert.InstructionTranslator.current_tx: the trace on this thread
+- torch._dynamo.symbolic_convert.InstructionTranslator.import_source: a module that a guard reads
 - torch._guards.GuardsContext.dynamo_guards: the guards of a trace
 - torch._guards.TracingContext.fake_mode: the mode of the fake tensors that the backend gets
 - torch._guards.TracingContext.try_get: the trace on this thread, once its backend runs

@@ -312,5 +312,5 @@ def _input(graph: fx.Graph, like: Any) -> tuple[fx.Node, Any]:
     """Adds an input for keys after the others. Returns its node and its fake value."""
     inputs = graph.find_nodes(op="placeholder")
     with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(next(iter(graph.nodes))):
-        node = graph.placeholder("replayed_keys")
+        node = graph.placeholder(f"replayed_keys_{len(inputs)}")
     return node, compat.backend.graph_input(node, like)

@@ -203,44 +203,49 @@ def checkpointed_indices() -> tuple[AbstractContextManager[Any], AbstractContext
     if _run is None:
         return contextlib.nullcontext(), contextlib.nullcontext()
     region = _Region(_run)
-    return region.forward(), region.again()
+    return region, _Again(region)
 
 
 def _recompute(*_: Any, **__: Any) -> Any:
     return torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Region:
-    """One checkpointed region: which entries of the store its forward takes."""
+class _Region(AbstractContextManager[None]):
+    """The forward of a checkpointed region: which entries of the store it takes."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.first, self.versions = run, 0, list[int]()
+        self.run, self.first, self.versions = run, run.next, list[int]()
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        run = self.run
-        self.first = run.next
-        run.regions += 1
-        try:
-            yield
-        finally:
-            run.regions -= 1
-        self.versions = self._versions(run.next)
+    def __enter__(self) -> None:
+        self.first = self.run.next
+        self.run.regions += 1
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        if self.run.mode == "replay" and self._versions(self.first + len(self.versions)) != self.versions:
-            raise RuntimeError(
-                f"replayed_indices: the store was changed before the backward, which needs its keys; {_KEEP}"
-            )
-        with _entered(Run(self.run.mode, self.run.store, self.first, again=True)):
-            yield
+    def __exit__(self, *_: object) -> None:
+        self.run.regions -= 1
+        self.versions = self.present(self.run.next)
 
-    def _versions(self, end: int) -> list[int]:
+    def present(self, end: int) -> list[int]:
+        """Returns how often the keys of the entries up to ``end`` have been written."""
         return [t._version for t in list(self.run.store)[self.first : end]]
 
 
-_KEEP = "write new ones after it, or into another store"
+class _Again(AbstractContextManager[None]):
+    """The recomputation of a region, as often as there are backwards: the entries of its forward once more."""
+
+    def __init__(self, region: _Region) -> None:
+        self.region, self.left = region, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        run, first, versions = self.region.run, self.region.first, self.region.versions
+        if run.mode == "replay" and self.region.present(first + len(versions)) != versions:
+            raise RuntimeError(
+                "replayed_indices: the store was changed before the backward, which needs its keys; write new ones after "
+                "it, or into another store"
+            )
+        self.left.enter_context(_entered(Run(run.mode, run.store, first, again=True)))
+
+    def __exit__(self, *_: object) -> None:
+        self.left.close()
 
 
 def current(what: str) -> Run:
