@@ -11,9 +11,11 @@ from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
+from mhc_inductor import IndexStore
 from mhc_inductor.kernels.index import plan
 from mhc_inductor.kernels.selection import lists_plan
 from mhc_inductor.nn import SparseIndexer
+from mhc_inductor.replay import run
 from tests.deterministic import deterministic_algorithms
 from tests.generated import launches
 
@@ -239,3 +241,19 @@ def test_a_loss_of_longer_lists_calls_the_reference_and_is_logged_once(caplog):
     for name in ("index_loss", "index_loss_backward"):
         message = f"compiled {name} calls the reference formula on cuda:0: n = 5000 keys a query are above 4096"
         assert [r.getMessage() for r in caplog.records].count(message) == 1
+
+
+@pytest.mark.parametrize("mode", ["record", "replay"])
+def test_a_record_launches_what_a_call_does_and_a_replay_no_scores(mode):
+    torch._dynamo.reset()
+    with fake_cuda(), FakeTensorMode():
+        q, k, w = (torch.empty(2, *size, device="cuda") for size in ((256, 4, 64), (512, 64), (256, 4)))
+        limit, keys = (torch.empty(2, 256, *n, device="cuda", dtype=torch.int32) for n in ((), (16,)))
+        store = IndexStore()
+        if mode == "replay":
+            store._append("", keys)
+        compiled = torch.compile(_topk, fullgraph=True, backend="mhc_inductor")
+        with run._entered(run.Run(mode, store)):
+            (code,) = generated_code(lambda: compiled(q, k, w, limit, None))
+    assert launches(code) == (["index_tile_scores", "index_select"] if mode == "record" else [])
+    assert code.count("= torch.ops.mhc_inductor_replay.replayed.default(") == (mode == "replay")

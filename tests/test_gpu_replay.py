@@ -8,9 +8,9 @@ import functools
 import helpers_index as h
 import pytest
 import torch
-from test_replay import Model, no_recompiles, others, same, states, step, trained_with
+from test_replay import Model, by_layers, no_recompiles, others, same, states, step, trained_with
 
-from mhc_inductor import IndexStore, index_topk, recorded_indices, replayed_indices
+from mhc_inductor import IndexStore, checkpointed_indices, index_topk, recorded_indices, replayed_indices
 
 pytestmark = pytest.mark.gpu
 
@@ -82,6 +82,20 @@ def test_a_model_in_the_compilers_graphs(options):
         plain = Model().cuda()
         same(got, trained_with(plain, new))
     assert [t.data_ptr() for t in store] == addresses and len(store) == 3
+    torch._dynamo.reset()
+
+
+def test_layers_recompute_on_the_thread_of_the_backward():
+    torch._dynamo.reset()
+    model = by_layers(use_reentrant=False, context_fn=checkpointed_indices).cuda()
+    x = states().cuda().requires_grad_()
+    with recorded_indices() as store:
+        model(x)
+    new = [t.cuda() for t in others([t.cpu() for t in store])]
+    with replayed_indices(IndexStore(new)):
+        out = model(x)
+    grads = torch.autograd.grad(out.square().sum(), [*model.parameters()], allow_unused=True, materialize_grads=True)
+    same([out.detach(), *grads], trained_with(Model().cuda(), new))
     torch._dynamo.reset()
 
 

@@ -333,7 +333,8 @@ def test_an_order_by_score_is_kept_and_hidden_keys_stand_for_none(autograd_only)
 # --- layers that are compiled one by one --------------------------------------------------------------------------
 
 
-def _by_layers(**options: Any) -> Model:
+def by_layers(**options: Any) -> Model:
+    """Returns a :class:`Model` whose layers are compiled one by one, with what its checkpoints are given."""
     model = Model(**options)
     for layer in model.layers:
         layer.compile(backend="mhc_inductor")
@@ -342,7 +343,7 @@ def _by_layers(**options: Any) -> Model:
 
 def test_layers_compiled_one_by_one_recompute_with_their_own_keys(autograd_only):
     plain = Model()
-    model = _by_layers(use_reentrant=False, context_fn=mhc_inductor.checkpointed_indices)
+    model = by_layers(use_reentrant=False, context_fn=mhc_inductor.checkpointed_indices)
     with recorded_indices() as store:
         out = model(states())
     assert len(store) == 3
@@ -360,13 +361,13 @@ def test_layers_compiled_one_by_one_recompute_with_their_own_keys(autograd_only)
 
 def test_a_recomputation_that_could_take_other_keys_raises(autograd_only):
     for options in ({"use_reentrant": False}, {"use_reentrant": True}):
-        model = _by_layers(**options)
+        model = by_layers(**options)
         with (
             pytest.raises(RuntimeError, match=r"checkpointed region.*context_fn=mhc_inductor.checkpointed_indices"),
             recorded_indices(),
         ):
             model(states().requires_grad_())
-    model = _by_layers(use_reentrant=False, context_fn=mhc_inductor.checkpointed_indices)
+    model = by_layers(use_reentrant=False, context_fn=mhc_inductor.checkpointed_indices)
     with recorded_indices() as store:
         model(states())
     with replayed_indices(store):

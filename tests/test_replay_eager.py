@@ -175,11 +175,17 @@ def _twice(layers: list[Layer], x: Tensor, inner: dict[str, Any]) -> Tensor:
     return x
 
 
+def _together() -> Any:
+    """Returns the contexts as a user would who adds some of their own."""
+    return mhc_inductor.checkpointed_indices()
+
+
 REGION: dict[str, Any] = {"use_reentrant": False, "context_fn": mhc_inductor.checkpointed_indices}
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_recomputation_takes_the_forwards_keys(nested):
+    own = {**REGION, "context_fn": _together}
     layers = [Layer(), Layer()]
     x = torch.randn(2, 6, 8, requires_grad=True)
     with recorded_indices() as store:
@@ -193,6 +199,9 @@ def test_recomputation_takes_the_forwards_keys(nested):
         return checkpoint(_twice, layers, x, REGION, **REGION) if nested else _twice(layers, x, REGION)
 
     with replayed_indices(new):
+        assert torch.equal(torch.autograd.grad(_twice(layers, x, own).square().sum(), x)[0], want[0])
+
+    with replayed_indices(new):
         out = run()
     assert torch.equal(out, plain) and torch.equal(torch.autograd.grad(out.square().sum(), x)[0], want[0])
     assert not torch.equal(torch.autograd.grad(_twice(layers, x, {}).square().sum(), x)[0], want[0])
@@ -203,6 +212,8 @@ def test_recomputation_takes_the_forwards_keys(nested):
     with recorded_indices() as again:
         run().sum().backward()
     assert len(again) == 2 and all(map(torch.equal, again, store))
+    with torch.no_grad(), replayed_indices(new):
+        assert torch.equal(run(), plain), "a region without gradients is not computed again"
     torch.autograd.grad(run().sum(), x)  # an ordinary region
 
 

@@ -29,8 +29,7 @@ _OWN = (str(pathlib.Path(__file__).resolve().parents[1]), str(pathlib.Path(torch
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 _REGION = (
     "a recomputation would choose keys of its own. Pass context_fn=mhc_inductor.checkpointed_indices and "
-    "use_reentrant=False to torch.utils.checkpoint.checkpoint, or compile the model and its checkpoints as one graph, or, "
-    "without gradients, switch checkpointing off (model.eval())"
+    "use_reentrant=False to torch.utils.checkpoint.checkpoint, or compile the model and its checkpoints as one graph"
 )
 
 
@@ -253,19 +252,23 @@ def current(what: str) -> Run:
     run = _run
     if run is None:
         raise RuntimeError(f"{what} was compiled inside recorded_indices or replayed_indices; call it inside one")
-    if _checkpoints() != run.regions or (compat.backend.in_backward() and not run.again):
+    if not _followed(run) or (compat.backend.in_backward() and not run.again):
         name = "recorded_indices" if run.mode == "record" else "replayed_indices"
         raise RuntimeError(f"{name}: {what} is in a checkpointed region, in which {_REGION}")
     return run
 
 
-def _checkpoints() -> int:
-    """Returns how many calls of ``torch.utils.checkpoint.checkpoint`` are running on this thread."""
-    frame, found = sys._getframe(1), 0
+def _followed(run: Run) -> bool:
+    """Returns whether every region of ``torch.utils.checkpoint`` that runs on this thread recomputes with its own keys.
+
+    Without gradients a region does not enter its contexts, and is not computed again.
+    """
+    frame, found = sys._getframe(1), list[Any]()
     while frame is not None:
-        found += frame.f_code is _CHECKPOINT
+        if frame.f_code is _CHECKPOINT:
+            found.append(frame.f_locals.get("context_fn"))
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return len(found) == run.regions or all(context is checkpointed_indices for context in found)
 
 
 def chosen(op: Callable[..., Tensor], q: Tensor, k: Tensor, w: Tensor, topk: int, *rest: Any) -> Tensor:
