@@ -132,7 +132,7 @@ def trained_with(model: nn.Module, keys: list[Tensor]) -> list[Tensor]:
 
 def same(got: list[Tensor], want: list[Tensor]) -> None:
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 # --- whole models -------------------------------------------------------------------------------------------------
