@@ -54,6 +54,7 @@ from mhc_inductor.backend import counters, disable, enable  # noqa: E402
 from mhc_inductor.integrations.attention_interface import register_attention  # noqa: E402
 from mhc_inductor.kernels import eager as _eager  # noqa: E402
 from mhc_inductor.ops.segments import ANY_SEGMENT  # noqa: E402
+from mhc_inductor.profiling import OpCounts, count_ops, op_scopes  # noqa: E402
 from mhc_inductor.replay.run import checkpointed_indices, recorded_indices, replayed_indices  # noqa: E402
 from mhc_inductor.replay.store import IndexStore  # noqa: E402
 from mhc_inductor.routing.explain import explain  # noqa: E402
@@ -65,8 +66,10 @@ __version__ = "0.1.0"
 __all__ = [
     "ANY_SEGMENT",
     "IndexStore",
+    "OpCounts",
     "blocks_to_ranges",
     "checkpointed_indices",
+    "count_ops",
     "counters",
     "decompositions",
     "disable",
@@ -84,6 +87,7 @@ __all__ = [
     "mhc_pre",
     "mhc_sinkhorn",
     "nn",
+    "op_scopes",
     "ops",
     "ops_to_save",
     "recorded_indices",

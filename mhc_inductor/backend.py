@@ -15,7 +15,7 @@ import torch
 
 from mhc_inductor import compat
 from mhc_inductor.options import DEFAULT, RoutingOptions, parse
-from mhc_inductor.scope import Change, replace
+from mhc_inductor.scope import Change, calling_ops, calls_ops, replace
 
 _lock = threading.RLock()
 _enabled: RoutingOptions | None = None
@@ -47,11 +47,13 @@ def prepare() -> None:
         with _lock:
             if not _registered:
                 from mhc_inductor.lowerings import e79, index, mhc, selection
+                from mhc_inductor.lowerings.common import FORMULAS
 
                 mhc.register()
                 e79.register()
                 selection.register()
                 index.register()
+                compat.backend.keep_called(FORMULAS)
                 _registered = True
     # Does nothing for torch._inductor.compile on a graph without Dynamo: there enable() adds the passes.
     compat.backend.compile_backend_inside(_stamped)
@@ -75,12 +77,13 @@ def _patches(config_patches: Mapping[str, Any] | None, invariant: bool) -> dict[
 def _inside(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``inner_compile`` wrapped to run inside :data:`compat.backend.symbolic_extremes`.
 
-    A backward graph may be compiled after compile_fx has returned, outside the context that compile_fx ran in.
+    A backward graph may be compiled after compile_fx has returned, outside the contexts that compile_fx ran in.
     """
+    calls = calls_ops()
 
     @functools.wraps(inner_compile)
     def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:
-        with compat.backend.symbolic_extremes:
+        with compat.backend.symbolic_extremes, calling_ops(calls):
             return inner_compile(*args, **kwargs)
 
     return compile_fx_inner
@@ -94,13 +97,13 @@ def _compile(
     **kwargs: Any,
 ) -> Any:
     """Calls ``plain``, which is compile_fx, with this package's passes and inside :data:`compat.backend.symbolic_extremes`."""
-    if len(args) > 2:
-        args = (*args[:2], _inside(args[2]), *args[3:])
-    else:
-        kwargs["inner_compile"] = _inside(
-            kwargs.get("inner_compile", compat.backend.compile_fx_module().compile_fx_inner)
-        )
-    with compat.backend.symbolic_extremes:
+    with calling_ops(options.profile_scopes), compat.backend.symbolic_extremes:
+        if len(args) > 2:
+            args = (*args[:2], _inside(args[2]), *args[3:])
+        else:
+            kwargs["inner_compile"] = _inside(
+                kwargs.get("inner_compile", compat.backend.compile_fx_module().compile_fx_inner)
+            )
         compiled = plain(*args, config_patches=_patches(config_patches, options.batch_invariant), **kwargs)
     compat.backend.guard_dual_level()
     if options.batch_invariant:
@@ -196,7 +199,8 @@ def _route(gm: Any, options: RoutingOptions) -> Any:
 
     route, log_report = _pass()
     with routed_in_mode():
-        report = route(gm, options, lower=True)
+        # An op that stands for a formula is to be seen, also where Inductor's code for the formula is faster.
+        report = route(gm, options, lower=not options.profile_scopes)
     log_report(report)
     return report
 
@@ -217,7 +221,9 @@ def unrouted(gm: Any, example_inputs: Any) -> Any:
     return compat.backend.compile_fx_module().compile_fx(gm, example_inputs)
 
 
-def enable(*, verify: bool = False, empty_rows: str = "exact", batch_invariant: bool = False) -> None:
+def enable(
+    *, verify: bool = False, empty_rows: str = "exact", batch_invariant: bool = False, profile_scopes: bool = False
+) -> None:
     """Makes the ordinary ``torch.compile(model)`` do what ``backend="mhc_inductor"`` does.
 
     May be called repeatedly and from any thread; the arguments of the last call are in force. Graphs that were compiled
@@ -229,13 +235,14 @@ def enable(*, verify: bool = False, empty_rows: str = "exact", batch_invariant: 
         empty_rows: what attention returns for rows without a visible key: "exact", what the model's formula gives, or
             "zero".
         batch_invariant: give a query of attention or of an indexer the same bits whatever the number of queries.
+        profile_scopes: call each op from the generated code, where profilers and :func:`count_ops` see it. Slower.
 
     Raises:
-        TypeError: if ``verify`` or ``batch_invariant`` is not a bool.
+        TypeError: if ``verify``, ``batch_invariant`` or ``profile_scopes`` is not a bool.
         ValueError: if ``empty_rows`` is not one of the two values.
     """
     global _enabled
-    options = RoutingOptions(verify, empty_rows, batch_invariant)
+    options = RoutingOptions(verify, empty_rows, batch_invariant, profile_scopes)
     with _lock:
         prepare()
         if _enabled is None:

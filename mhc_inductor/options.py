@@ -27,19 +27,23 @@ class RoutingOptions:
             "zero".
         batch_invariant: give a query of attention or of an indexer the same bits whatever the number of queries. Few
             queries, as in decoding, then run the kernels of many, without splits of their keys. All else is so anyway.
+        profile_scopes: call each op from the generated code, so that a profiler's trace has a scope for it, with shapes,
+            and :func:`mhc_inductor.count_ops` counts it. Slower where Inductor would launch an op's kernels, or fuse its
+            formula, itself.
 
     Raises:
-        TypeError: if ``verify`` or ``batch_invariant`` is not a bool.
+        TypeError: if ``verify``, ``batch_invariant`` or ``profile_scopes`` is not a bool.
         ValueError: if ``empty_rows`` is not one of the two values.
     """
 
     verify: bool = False
     empty_rows: str = "exact"
     batch_invariant: bool = False
+    profile_scopes: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("verify", self.verify), ("batch_invariant", self.batch_invariant)):
-            if not isinstance(value, bool):
+        for name in ("verify", "batch_invariant", "profile_scopes"):
+            if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{PREFIX}{name} must be a bool, got {type(value).__name__}")
         if self.empty_rows not in EMPTY_ROWS:
             raise ValueError(f"{PREFIX}empty_rows must be one of {EMPTY_ROWS}, got {self.empty_rows!r}")

@@ -14,6 +14,7 @@ import torch
 
 from mhc_inductor import compat
 from mhc_inductor.fingerprint import fingerprint
+from mhc_inductor.scope import calls_ops
 
 _BACKWARDS = ("mhc_pre_backward", "mhc_head_backward")
 """Ops with an argument ``dx_acc``, a gradient that the kernel adds to its own."""
@@ -130,7 +131,8 @@ def post_grad(graph: torch.fx.Graph) -> None:
     from mhc_inductor.lowerings import e79_cpu
 
     split_calls(graph)
-    e79_cpu.expand(graph)
+    if not calls_ops():
+        e79_cpu.expand(graph)
     compat.counters()["dx_acc folded"] += fold_dx_acc(graph)
 
 
@@ -148,7 +150,7 @@ def batch_invariant() -> bool:
 
 
 def make_pass(theirs: Any, ours: Callable[[torch.fx.Graph], None], invariant: bool = False) -> Any:
-    """Returns a cacheable pass that runs the user's passes and then ours.
+    """Returns a cacheable pass that runs the user's passes and then ours. Its uuid says if the generated code calls ops.
 
     Args:
         theirs: the user's passes: None, a pass, or a list or tuple of passes.
@@ -156,6 +158,7 @@ def make_pass(theirs: Any, ours: Callable[[torch.fx.Graph], None], invariant: bo
         invariant: the option ``batch_invariant``, which lowerings read. A pass carries it to backward graphs, which are
             compiled later and on other threads, and into torch's cache keys.
     """
+    mark = ("mhc_inductor", "calls") if calls_ops() else ("mhc_inductor",)
     passes = tuple(theirs) if isinstance(theirs, (list, tuple)) else () if theirs is None else (theirs,)
 
     class Chained(compat.backend.graph_pass_base()):  # type: ignore[misc]
@@ -170,6 +173,6 @@ def make_pass(theirs: Any, ours: Callable[[torch.fx.Graph], None], invariant: bo
         def uuid(self) -> Any:
             # A pass without a uuid forbids caching, so a chain with such a pass must forbid it too.
             ids = [user_pass.uuid() if hasattr(user_pass, "uuid") else None for user_pass in passes]
-            return None if None in ids else "-".join(("mhc_inductor", fingerprint(), str(invariant), *map(repr, ids)))
+            return None if None in ids else "-".join((*mark, fingerprint(), str(invariant), *map(repr, ids)))
 
     return Chained()

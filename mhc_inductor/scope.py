@@ -1,11 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Temporary changes of torch, safe on any number of threads."""
+"""Temporary changes of torch and of how this package compiles, safe on any number of threads."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def calling_ops(on: bool) -> Iterator[None]:
+    """Makes what this thread compiles inside the context call each op whole, if ``on`` is set here or further out."""
+    before = calls_ops()
+    _here.calls = on or before
+    try:
+        yield
+    finally:
+        _here.calls = before
+
+
+def calls_ops() -> bool:
+    """Returns whether code that this thread compiles calls each op, so that profilers and counters see it."""
+    return getattr(_here, "calls", False)
 
 
 class Change:

@@ -287,14 +287,14 @@ def native(seed: int, S: int, cuts: Sequence[int], strides: Sequence[int], rope:
 # ---- arguments that are no tensors
 
 
-def options(seed: int, verify: bool, empty_rows: str) -> Call:
+def options(seed: int, verify: bool, empty_rows: str, profile_scopes: bool) -> Call:
     def enabled(**given: Any) -> None:
         try:
             mhc_inductor.enable(**given)
         finally:
             mhc_inductor.disable()
 
-    arguments = {"verify": verify, "empty_rows": empty_rows}
+    arguments = {"verify": verify, "empty_rows": empty_rows, "profile_scopes": profile_scopes}
     enabled(**arguments)
     return Call(enabled, arguments)
 
@@ -431,7 +431,7 @@ PROPERTIES: Mapping[str, Property] = {
             "rope": st.booleans(),
         },
     ),
-    "enable": (options, _OPTIONS),
+    "enable": (options, {**_OPTIONS, "profile_scopes": st.booleans()}),
     "route_exported": (exported, _OPTIONS),
     "warmup": (
         warmed,
@@ -446,6 +446,8 @@ WITHOUT = {
     "checkpointed_indices": "takes nothing; tests/test_replay_eager.py and tests/test_replay.py",
     "recorded_indices": "a context around a model's call: tests/test_replay_eager.py and tests/test_replay.py",
     "replayed_indices": "a context around a model's call: tests/test_replay_eager.py and tests/test_replay.py",
+    "OpCounts": "what count_ops yields; its bad arguments are in tests/test_op_counts.py",
+    "count_ops": "takes nothing; tests/test_op_counts.py compares the counts of every op's samples with their tensors",
     "counters": "takes nothing; returns counts",
     "decompositions": "takes nothing; tests/test_export.py runs each formula of the table",
     "disable": "takes nothing; is drawn with enable",
@@ -457,6 +459,7 @@ WITHOUT = {
     "nn.NSACache": "the cache that nn.NativeSparseAttention returns and is drawn with",
     "ops": "a module that is imported for its ops",
     "register_attention": "takes nothing; tests/test_attention_interface.py runs models with it",
+    "op_scopes": "names the ops in a profiler's trace: tests/test_op_counts.py",
     "ops_to_save": "takes nothing; tests/test_checkpoint_policies.py",
 }
 """Public names without a property, and why."""

@@ -60,6 +60,7 @@ def test_options_are_parsed_separately_from_inductors():
     [
         ({"mhc_inductor.verfy": True}, RuntimeError, ("mhc_inductor.verfy", "mhc_inductor.verify", "empty_rows")),
         ({"mhc_inductor.": True}, RuntimeError, ("mhc_inductor.verify",)),
+        ({"mhc_inductor.profile_scopes": 1}, TypeError, ("mhc_inductor.profile_scopes", "bool", "int")),
         ({"mhc_inductor.verify": 1}, TypeError, ("mhc_inductor.verify", "bool", "int")),
         ({"mhc_inductor.empty_rows": "none"}, ValueError, ("mhc_inductor.empty_rows", "exact", "zero", "'none'")),
         ({"mhc_inductor.empty_rows": None}, ValueError, ("mhc_inductor.empty_rows", "exact", "zero", "None")),

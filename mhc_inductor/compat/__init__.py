@@ -33,7 +33,9 @@ from mhc_inductor.compat.shared import is_wrapper as is_wrapper
 from mhc_inductor.compat.shared import local_tensor as local_tensor
 from mhc_inductor.compat.shared import mode_change as mode_change
 from mhc_inductor.compat.shared import no_new_guards as no_new_guards
+from mhc_inductor.compat.shared import op_mode as op_mode
 from mhc_inductor.compat.shared import packaging_formulas as packaging_formulas
+from mhc_inductor.compat.shared import profiler_runs as profiler_runs
 from mhc_inductor.compat.shared import start_compile_workers as start_compile_workers
 from mhc_inductor.compat.shared import storage_key as storage_key
 from mhc_inductor.compat.shared import tree_leaves as tree_leaves

@@ -28,14 +28,15 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from mhc_inductor.compat import shared
 from mhc_inductor.compat.shared import give_names
-from mhc_inductor.scope import Change
+from mhc_inductor.scope import Change, calls_ops
 
 
 def guard_dual_level() -> None:
@@ -228,3 +229,13 @@ def own_graph(gm: Any) -> None:
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
     gm.graph = graph
+
+
+def keep_called(ops: Iterable[Any]) -> None:
+    """Makes the decompositions of ``ops`` return NotImplemented inside ``scope.calling_ops``, which keeps an op whole."""
+
+    def kept(formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if calls_ops() else formula(*args, **kwargs)
+
+    table = shared.inductor_decompositions()
+    table.update({op: functools.partial(kept, table[op]) for op in ops})

@@ -10,8 +10,6 @@
 - torch._inductor.async_compile.AsyncCompile.triton: compiles a kernel in a worker, by its source
 - torch._inductor.async_compile.AsyncCompile.use_process_pool: whether the compile workers run
 - torch._inductor.codegen.wrapper.PythonWrapperCodegen.define_kernel: gets the source of each generated kernel
-- torch._inductor.decomposition.decompositions: the table of decompositions
-- torch._inductor.decomposition.fast_random_decomps: caches a copy of that table
 - torch._inductor.graph.GraphLowering.aot_mode: whether AOTInductor compiles this graph
 - torch._inductor.graph.GraphLowering.cpp_wrapper: whether the graph will run without Python
 - torch._inductor.graph.GraphLowering.module: the graph's names
@@ -55,24 +53,19 @@ from typing import Any
 
 import torch
 
+from mhc_inductor.compat.shared import inductor_decompositions as inductor_decompositions
 from mhc_inductor.kernels import COMPILED
-from mhc_inductor.scope import Change, replace
-
-
-def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Returns Inductor's table of decompositions for AOTAutograd, for callers that add entries."""
-    from torch._inductor import decomposition
-
-    # The first compile of the process caches a copy of the table; drop it so that new entries are seen.
-    decomposition.fast_random_decomps.cache_clear()
-    return decomposition.decompositions
+from mhc_inductor.scope import Change, calls_ops, replace
 
 
 def register_lowering(op: Any, fn: Callable[..., Any]) -> None:
-    """Registers ``fn`` as Inductor's lowering of ``op``."""
+    """Registers ``fn`` as Inductor's lowering of ``op``; inside ``scope.calling_ops`` the generated code calls the op."""
     from torch._inductor.lowering import register_lowering as register
 
-    register(op, type_promotion_kind=None)(fn)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        return (fallback(op) if calls_ops() else fn)(*args, **kwargs)
+
+    register(op, type_promotion_kind=None)(lower)
 
 
 def fallback(op: Any) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 """Private torch APIs that two or more layers use, or the public functions.
 
 - torch._C._are_functorch_transforms_active: whether a vmap or grad of torch.func is active
+- torch._C._autograd._profiler_enabled: whether a profiler of torch records this thread
 - torch._C._functorch.get_unwrapped: the tensor inside a wrapper of torch.func, for its storage
 - torch._C._functorch.is_functorch_wrapped_tensor: tells such a wrapper
 - torch._C._set_grad_enabled: the call that switches grad mode in graphs
@@ -10,6 +11,8 @@
 - torch._dynamo.eval_frame._TorchDynamoContext._torchdynamo_orig_callable: the function that it was called with
 - torch._dynamo.utils.counters: torch's counters, and this package's among them
 - torch._inductor.async_compile.AsyncCompile.use_process_pool: starts the compile workers, and says if they run
+- torch._inductor.decomposition.decompositions: the table of decompositions
+- torch._inductor.decomposition.fast_random_decomps: caches a copy of that table
 - torch._inductor.virtualized.V.aot_compilation: whether AOTInductor compiles, before there is a graph to lower
 - torch._ops.HigherOrderOperator: the type of calls that take graphs
 - torch._ops.OpOverload: the type of calls of operations
@@ -27,6 +30,7 @@
 - torch.fx.graph._Namespace.create_name: reserves a name in a graph
 - torch.nn.Module._compiled_call_impl: whether a module was compiled in place
 - torch.nn.attention._sdpa_kernel: the call that chooses kernels of scaled_dot_product_attention in graphs
+- torch.utils._python_dispatch.TorchDispatchMode: sees the ops that a call runs
 - torch.utils._python_dispatch.is_traceable_wrapper_subclass: tells tensors that wrap others
 - torch.utils._pytree.tree_leaves: flattens arguments
 - torch.utils._pytree.tree_map_only: replaces the tensors among arguments
@@ -39,12 +43,13 @@ import contextvars
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -95,6 +100,15 @@ def without_ops() -> Iterator[None]:
         yield
     finally:
         _without_ops.reset(token)
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Returns Inductor's table of decompositions for AOTAutograd, for callers that add entries."""
+    from torch._inductor import decomposition
+
+    # The first compile of the process caches a copy of the table; drop it so that new entries are seen.
+    decomposition.fast_random_decomps.cache_clear()
+    return decomposition.decompositions
 
 
 def counters() -> Any:
@@ -256,3 +270,33 @@ def give_names(named: Iterable[tuple[Any, str]]) -> None:
         if node.name != name:
             node.name = name
             node.graph._graph_namespace.create_name(name, None)  # no later node gets it
+
+
+def profiler_runs() -> bool:
+    """Returns whether a profiler of torch records what this thread does."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+class _OpMode(TorchDispatchMode):
+    """Hands each call of this package's ops to a function, and leaves others as they are."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns True: otherwise a compiled model would run uncompiled while the mode is on."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") != "mhc_inductor":
+            return func(*args, **(kwargs or {}))
+        return self._run(func._schema.name.partition("::")[2], func, args, kwargs or {})
+
+
+def op_mode(run: Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which each call of an op is ``run(name, op, args, kwargs)``, on autograd's threads too."""
+    return _OpMode(run)
