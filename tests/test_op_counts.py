@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import json
+import pathlib
+import re
 from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+import example_modules
 import pytest
 import torch
 from fakecuda import fake_cuda, generated_code, without_a_gpu
@@ -17,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import ProfilerActivity, profile
 
 import mhc_inductor
+from benchmarks.source_hash import ROOT
 from mhc_inductor import OpCounts, count_ops, op_scopes
 from mhc_inductor.nn import HyperConnection
 from mhc_inductor.ops import flops, registry
@@ -307,3 +313,77 @@ def test_every_op_that_gathers_names_its_keys() -> None:
     others = [op for op in OPS if {"ranges", "indices"} & set(registry._NAMES[op]) and op not in op_bytes.GATHERED]
     assert others == []
     assert flops.PRODUCTS.keys() <= {*OPS}
+
+
+# ---- the page
+
+PAGE = (ROOT / "docs" / "profiling.md").read_text()
+FORMULAS = re.findall(r"^\| `(\w+)` \| `(.*)` \| `(.*)` \|$", PAGE, re.MULTILINE)
+OPTIONAL = ("v", "h_res")
+"""Arguments that may be None and are among the page's formulas."""
+
+
+def evaluated(op: str, args: tuple[Any, ...], out: Any) -> dict[str, int] | None:
+    """Returns the names in the page's formulas for a sample, None where they do not hold: absent or wider tensors."""
+    given, results = sharded_ops.named(op, args), (out,) if isinstance(out, Tensor) else out
+    schema = getattr(torch.ops.mhc_inductor, op).default._schema
+    known = {a.name for a in schema.arguments if "?" not in str(a.type) and "Optional" not in str(a.type)} | {*OPTIONAL}
+    tensors = [t for name, t in given.items() if isinstance(t, Tensor) and name in known]
+    absent = [name for name in OPTIONAL if name in given and given[name] is None]
+    absent += ["mask"] * (given.get("mask") is not None and 1 in given["mask"].shape[:-1])
+    if (
+        absent
+        or any(t.element_size() != 4 for t in (*tensors, *results))
+        or (op[:3] == "mhc" and not all(t.numel() for t in results))
+    ):
+        return None
+    sizes = flops._sizes(op, given, results)
+    found = {word: int(size) for word, size in sizes.items() if word.isidentifier()}
+    found |= {"P": prod(int(size) for word, size in sizes.items() if word.isdigit()), "a": found.get("k", 0)}
+    if "ranges" in given or "indices" in given:
+        rows = named(given)
+        found["rows"] = sum(len(set().union(*keys)) for keys in rows.values())
+        found["pairs"] = sum(len(keys) for mine in rows.values() for keys in mine)
+    if not op.startswith(("mhc", "e79")):
+        found["N"] = found.pop("n", 0)
+    more = [t for name, t in given.items() if isinstance(t, Tensor) and name not in known]
+    return found | {"more": size(*more)}
+
+
+@pytest.mark.parametrize(("op", "products", "elements"), FORMULAS)
+def test_the_formulas_of_the_page_are_those_of_the_ops(op: str, products: str, elements: str) -> None:
+    seen = 0
+    for name, case, args in sharded_ops.samples():
+        out = getattr(torch.ops.mhc_inductor, name)(*args) if name == op else None
+        names = None if out is None else evaluated(op, args, out)
+        if names is None or (op == "e79_scan" and args[5] != 0):
+            continue
+        args = tuple(a.clone(memory_format=torch.contiguous_format) if isinstance(a, Tensor) else a for a in args)
+        assert eval(products, dict(names)) == flops.count(op, *args, out_val=out), case
+        assert 4 * eval(elements, dict(names)) + names["more"] == op_bytes.count(op, *args, out_val=out).moved, case
+        seen += 1
+    assert seen
+
+
+def test_the_page_names_every_op_and_every_kernel() -> None:
+    assert sorted(op for op, _, _ in FORMULAS) == [op for op in OPS if not op.endswith("_backward")]
+    trees = [ast.parse(f.read_text()) for f in sorted((ROOT / "kernels").glob("*/*.py"))]
+    found = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    jitted = [node.name for node in found if any("jit" in ast.unparse(d) for d in node.decorator_list)]
+    defined = {name for name in jitted if name.startswith(("mhc_", "e79_", "index_", "selection_"))}
+    kernels = PAGE[PAGE.index("## Kernels") :]
+    shown = {
+        name for row in re.findall(r"^\| (`.*?`) \|", kernels, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    }
+    assert len(defined) > 70 and shown == defined
+
+
+def test_the_trace_of_the_page_has_the_names_of_a_run(tmp_path: pathlib.Path) -> None:
+    kept = json.loads((ROOT / "docs" / "traces" / "cpu.json").read_text())["traceEvents"]
+    new = tmp_path / "trace.json"
+    done = example_modules.run("profile_ops", "--brief", "--peak", "1", "--memory", "1", "--out", str(new))
+    assert done.returncode == 0, done.stderr
+    assert all(text in done.stdout for text in ("mhc_post_pre_backward", "MFU of these ops", "MBU of these ops"))
+    ours = [[e["name"] for e in of if "mhc_" in e["name"]] for of in (kept, json.loads(new.read_text())["traceEvents"])]
+    assert ours[0] == ours[1] and len(ours[0]) == 12
+    assert {e["name"] for e in kept} >= {"Torch-Compiled Region: 0/0", "CompiledFunctionBackward", "PythonDispatchMode"}
