@@ -17,10 +17,11 @@ from typing import Annotated, Any
 try:
     import typer
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError as e:
     sys.exit(f"the benchmarks need typer, rich and matplotlib: {e}")
+
+from mhc_inductor.progress import bars
 
 from . import report
 from .pages import RESULTS
@@ -91,8 +92,7 @@ def mhc(
     whole = chosen == run.GROUPS and tokens is None and dim is None
     stem = name or "mhc" + ("" if where.type == "cuda" else "-cpu") + ("" if whole else "-partial")
     path = out / f"{stem}.json"
-    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with bars(console) as progress:
         task = progress.add_task("starting", total=len(settings.groups) + 1)
 
         def step(text: str) -> None:

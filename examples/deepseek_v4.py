@@ -22,11 +22,12 @@ import stdlib_text
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID
 from rich.table import Table
 from torch import Tensor
 
 import mhc_inductor
+from mhc_inductor.progress import bars
 from mhc_inductor.routing.explain import explain
 from mhc_inductor.routing.report import Report
 
@@ -255,8 +256,7 @@ def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> t
     if not report.routed:
         raise RuntimeError(f"nothing in this version of the model was routed: {report}")
     runs: list[Run] = []
-    columns = (TextColumn("{task.description:>13}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
+    with bars(console, width=13) as bar:
         for name in ("eager", *BACKENDS):
             task = bar.add_task(name, total=2 * (size.rounds + 1), note="")
 

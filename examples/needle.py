@@ -30,12 +30,13 @@ import typer
 from needle_model import NeedleModel, by_token, sparse
 from needle_picture import TOKENS
 from needle_tokens import TokenAttention
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 from training import console, device_name, synchronize
 
 import mhc_inductor
+from mhc_inductor.progress import bars
 
 BLOCK, TOP_K, COMPRESS, WINDOW = 32, 16, 8, 32
 CHOSEN = 64
@@ -261,8 +262,7 @@ def compare(
     torch.manual_seed(seed)
     model = NeedleModel(size.dim, size.heads, size.head_dim).to(device)
     lengths = [n for n in LENGTHS if n <= size.longest] or [size.longest]
-    columns = (TextColumn("{task.description:>18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
+    with bars(console, width=18) as bar:
         train(Run("short texts", model), short_texts(corpus.train, size.short, seed), size.short, bar)
         # With at most TOP_K blocks all are selected, so both kinds of attention share the model for short texts.
         runs = [

@@ -39,7 +39,7 @@ def step(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def median_seconds(call: Callable[[Tensor], Tensor], x: Tensor, rounds: int = 10) -> float:
+def median_seconds(call: Callable[[Tensor], Tensor], x: Tensor, rounds: int) -> float:
     """Returns the median time of a step, after three that compile and warm up."""
     taken = []
     for _ in range(rounds + 3):
@@ -73,6 +73,7 @@ def main(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
     peak: Annotated[float | None, typer.Option(help="Peak of the device in TFLOP/s, for the MFU.")] = None,
     memory: Annotated[float | None, typer.Option(help="Bandwidth of its memory in TB/s, for the MBU.")] = None,
+    rounds: Annotated[int, typer.Option(min=0, help="Timed steps; 0 leaves the time out.")] = 10,
     out: Annotated[pathlib.Path, typer.Option(help="The trace to write.")] = pathlib.Path("trace.json"),
     brief: Annotated[bool, typer.Option("--brief", help="Leave out what runs inside an op; for a CPU.")] = False,
 ) -> None:
@@ -91,17 +92,20 @@ def main(
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if big else [])]
         with profile(activities=activities, record_shapes=True) as trace, mhc_inductor.op_scopes():
             step(called, x)
-        # Counting and scopes take time of their own: the time is that of the model as it runs without them.
-        torch.compiler.reset()
-        seconds = median_seconds(torch.compile(model, backend="mhc_inductor"), x)
+        if rounds:
+            # Counting and scopes take time of their own: the time is that of the model as it runs without them.
+            torch.compiler.reset()
+            seconds = median_seconds(torch.compile(model, backend="mhc_inductor"), x, rounds)
     trace.export_chrome_trace(str(out))
     if brief:
         shorten(out)
-    print(f"{counts}\n\none step: {seconds * 1e3:.3g} ms, compiled, on {where}")
-    if peak is not None:
-        print(f"MFU of these ops: {counts.mfu(seconds, peak * 1e12):.2%} of {peak:g} TFLOP/s")
-    if memory is not None:
-        print(f"MBU of these ops: {counts.mbu(seconds, memory * 1e12):.2%} of {memory:g} TB/s")
+    print(counts)
+    if rounds:
+        print(f"one step: {seconds * 1e3:.3g} ms, compiled, on {where}")
+        if peak is not None:
+            print(f"MFU of these ops: {counts.mfu(seconds, peak * 1e12):.2%} of {peak:g} TFLOP/s")
+        if memory is not None:
+            print(f"MBU of these ops: {counts.mbu(seconds, memory * 1e12):.2%} of {memory:g} TB/s")
     print(f"trace: {out}; open it at https://ui.perfetto.dev")
 
 

@@ -26,11 +26,11 @@ import matplotlib
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
 import mhc_inductor
+from mhc_inductor.progress import bars
 from mhc_inductor.routing.explain import explain
 from mhc_inductor.routing.report import Report
 
@@ -317,8 +317,7 @@ def compare(
             style="dim",
         )
     runs: list[Run] = []
-    columns = (TextColumn("{task.description:>13}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
+    with bars(console, width=13) as bar:
         tasks = {n: bar.add_task(n, total=len(size.lengths), note="") for n in ("eager", *BACKENDS)}
         for length in size.lengths:
             for name, task in tasks.items():

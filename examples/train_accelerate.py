@@ -32,13 +32,13 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     TorchDynamoPlugin,
     set_seed,
-    tqdm,
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from trainer_model import Plan, build, checked, compare, enabled, routed, sequences
 
 import mhc_inductor
+from mhc_inductor.progress import bars
 
 
 class Way(str, enum.Enum):
@@ -145,9 +145,11 @@ def train(plan: Plan, accelerator: Accelerator, done: Losses, way: Way | None) -
     start = len(done.steps)
     accelerator.print(f"{folder.name}: {f'resumed after step {start}' if start else 'started'}")
     batches = iter(accelerator.skip_first_batches(loader, start * plan.accumulate))
-    with compiled_by(way):
-        for step in tqdm(range(start, plan.steps), initial=start, total=plan.steps):
+    with compiled_by(way), bars(disable=not accelerator.is_main_process) as bar:
+        task = bar.add_task(folder.name, total=plan.steps, completed=start)
+        for step in range(start, plan.steps):
             done.steps.append(one_step(accelerator, model, optimizer, [next(batches) for _ in range(plan.accumulate)]))
+            bar.update(task, advance=1, note=f"loss {done.steps[-1]:.3f}")
             if (step + 1) % plan.every == 0 or step + 1 == plan.steps:
                 save(accelerator, folder, step + 1)
     accelerator.free_memory()

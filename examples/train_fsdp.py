@@ -31,7 +31,6 @@ import torch.distributed as dist
 import training
 import typer
 from byte_model import ByteTransformer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -42,6 +41,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from training import Size, console
 
+
+from mhc_inductor.progress import bars
 
 class Model(str, enum.Enum):
     """What is trained."""
@@ -168,9 +169,8 @@ def train(
         what = f"resumed after step {start}" if start else "started"
         console.print(f"{what}: {dist.get_world_size()} processes, {training.device_name(device)} each")
     text = stdlib_text.load().train.to(device)
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console, disable=not first) as bar:
-        task = bar.add_task("", total=size.steps, completed=start, note="first step: compiling")
+    with bars(console, disable=not first) as bar:
+        task = bar.add_task("training", total=size.steps, completed=start, note="first step: compiling")
         for step in range(start, size.steps):
             one_step(model, optimizer, batch_of(text, size, seed, step), size, done)
             bar.update(task, advance=1, note=f"loss {done.losses[-1]:.3f}, {done.seconds[-1] * 1e3:.0f} ms a step")

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from picture import draw
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 from rich.table import Table
 from torch import Tensor, nn
 
 import mhc_inductor
+from mhc_inductor.progress import bars
 
 console = Console(highlight=False)
 Call = Callable[[Tensor], Tensor]
@@ -214,8 +215,7 @@ def compare(
     )
     corpus = corpus.to(device)
     runs: list[Run] = []
-    columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
+    with bars(console, width=9) as bar:
         for name in ("eager", "compiled"):
             torch.manual_seed(seed)
             model = build().to(device)

@@ -39,7 +39,10 @@ LAWS: dict[str, tuple[str, ...]] = {
         "test_example_trainer.py::test_accelerate_on_one_process",
         "test_try_model.py::test_nothing_of_a_llama_is_routed_and_training_is_compared",
     ),
-    "code of the pages": ("test_pages.py::test_the_code_of_a_page_runs",),
+    "code of the pages": (
+        "test_notebook.py::test_the_notebook_runs_again_with_the_same_kinds_of_output",
+        "test_pages.py::test_the_code_of_a_page_runs",
+    ),
     "disable() takes everything back": ("test_laws_process.py::test_disable_takes_everything_back",),
     "failure at every edit and in every function of the pass": (
         "test_laws_process.py::test_a_failure_in_any_function_of_the_pass_leaves_a_graph_that_is_right",

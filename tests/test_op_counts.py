@@ -381,9 +381,9 @@ def test_the_page_names_every_op_and_every_kernel() -> None:
 def test_the_trace_of_the_page_has_the_names_of_a_run(tmp_path: pathlib.Path) -> None:
     kept = json.loads((ROOT / "docs" / "traces" / "cpu.json").read_text())["traceEvents"]
     new = tmp_path / "trace.json"
-    done = example_modules.run("profile_ops", "--brief", "--peak", "1", "--memory", "1", "--out", str(new))
+    done = example_modules.run("profile_ops", "--brief", "--rounds", "0", "--out", str(new))
     assert done.returncode == 0, done.stderr
-    assert all(text in done.stdout for text in ("mhc_post_pre_backward", "MFU of these ops", "MBU of these ops"))
+    assert "mhc_post_pre_backward" in done.stdout and "total" in done.stdout
     ours = [[e["name"] for e in of if "mhc_" in e["name"]] for of in (kept, json.loads(new.read_text())["traceEvents"])]
     assert ours[0] == ours[1] and len(ours[0]) == 12
     assert {e["name"] for e in kept} >= {"Torch-Compiled Region: 0/0", "CompiledFunctionBackward", "PythonDispatchMode"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -67,6 +68,14 @@ def test_the_site_builds_strictly(site: pathlib.Path) -> None:
     page = (site / "operators" / "mhc" / "index.html").read_text()
     assert 'id="mhc_inductor.mhc_pre"' in page, "the API comes from the docstrings"
     assert (site / "benchmarks" / "results" / "mhc.png").exists()
+
+
+def test_the_notebook_is_a_page_with_its_outputs(site: pathlib.Path) -> None:
+    page = (site / "notebooks" / "first_steps" / "index.html").read_text()
+    assert (
+        "largest relative difference of 11 tensors" in page and len(re.findall('<img[^>]*="data:image/png', page)) == 2
+    )
+    assert 'href="../../profiling/"' in page, "links between pages"
 
 
 def test_no_block_of_code_is_wider_than_its_column(site: pathlib.Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +16,7 @@ from mhc_inductor import compat
 from mhc_inductor.api import side_by_side
 from mhc_inductor.api.kept_state import KeptState
 from mhc_inductor.kernels import background
+from mhc_inductor.progress import bars, shown
 
 Backward = bool | Callable[[Any], Tensor]
 
@@ -85,7 +84,7 @@ def warmup(
         shapes: example arguments. Each entry is a tuple of positional arguments, a mapping of keyword arguments, or a
             function without arguments that makes one of these.
         backward: compile the backward too. True sums all outputs; a function gets the outputs and returns the loss.
-        progress: show a bar on stderr. By default, if rich is installed and stderr is a terminal.
+        progress: show a bar on stderr. By default, if rich is installed and stderr is a terminal or a notebook.
         parallel: a number of processes that first compile the graphs of all entries side by side, into Inductor's
             caches on disk. They pay where cores are free and compiling takes far longer than one more start of Python
             and trace of all entries. Python starts them as ``multiprocessing`` does with "spawn": a script needs
@@ -208,16 +207,14 @@ def _words(values: Any) -> str:
 @contextlib.contextmanager
 def _bar(total: int, progress: bool | None) -> Iterator[Callable[[], None]]:
     """Shows a bar on stderr, if rich is installed, and yields the function that advances it by one."""
-    show = progress if progress is not None else sys.stderr.isatty()
-    try:
-        rich: Any = importlib.import_module("rich.progress") if show else None
-        console: Any = importlib.import_module("rich.console").Console(stderr=True) if show else None
-    except ImportError:
-        rich = None
-    if rich is None:
+    if not (progress if progress is not None else shown()):
         yield lambda: None
         return
-    columns = (*rich.Progress.get_default_columns(), rich.TimeElapsedColumn())
-    with rich.Progress(*columns, console=console, transient=True) as bar:
+    try:
+        made = bars(transient=True)
+    except ImportError:
+        yield lambda: None
+        return
+    with made as bar:
         task = bar.add_task("compiling", total=total)
         yield lambda: bar.advance(task)

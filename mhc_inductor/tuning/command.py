@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mhc_inductor.progress import bars
 from mhc_inductor.tuning import table
 from mhc_inductor.tuning.search import Search, Workload
 
@@ -81,14 +82,12 @@ def progress(total: int) -> Iterator[tuple[Callable[[str | None], None], Callabl
     """Yields what begins a workload by its name, or ends it by None, and what prints a line."""
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
         say = functools.partial(print, file=sys.stderr)
         yield (lambda name: say(name) if name else None), say
         return
     console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    with bars(console) as bar:
         task = bar.add_task("", total=total)
 
         def step(name: str | None) -> None:
