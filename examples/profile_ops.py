@@ -82,6 +82,7 @@ def main(
     big = where.type == "cuda"
     dim, tokens = dim or (4096 if big else 64), tokens or (8192 if big else 128)
     torch.manual_seed(0)
+    seconds = 0.0
     model = model_of(dim, layers, where)
     x = torch.randn(1, tokens, STREAMS, dim, device=where, dtype=torch.bfloat16 if big else torch.float32)
     called = torch.compile(model, backend="mhc_inductor", options=SCOPES)

@@ -34,7 +34,8 @@ class Bytes(NamedTuple):
     """The bytes of one call.
 
     ``moved`` has each tensor once, and each row that is gathered once. ``gathered`` has, of these rows, one read for each
-    query that names them, which the heads of a group share: what comes from memory where no cache holds a row.
+    query that names them (for each entry of its list, if entries repeat), which the heads of a group share: what comes from
+    memory where no cache holds a row.
     """
 
     moved: int
@@ -77,7 +78,7 @@ def _distinct(values: Iterable[Any]) -> list[Tensor]:
     for t in values:
         if isinstance(t, Tensor):
             at = (compat.storage_key(t), t.storage_offset(), t.stride()) if _plain(t) and t.numel() else id(t)
-            found[at] = max(found.get(at, t), t, key=_size) if at in found else t
+            found[at] = max(found.get(at, t), t, key=_size)
     return list(found.values())
 
 
