@@ -41,8 +41,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from training import Size, console
 
-
 from mhc_inductor.progress import bars
+
 
 class Model(str, enum.Enum):
     """What is trained."""

@@ -32,7 +32,7 @@ def autograd_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """
     codes = list[str]()
 
-    def compile_(_: Any, gm: torch.fx.GraphModule, inputs: Any, **__: Any) -> Any:
+    def compile_(_: Any, options: Any, gm: torch.fx.GraphModule, inputs: Any, **__: Any) -> Any:
         codes.append("".join(m.code for m in gm.modules() if isinstance(m, torch.fx.GraphModule)))
         return aot_eager_decomp_partition(gm, inputs)
 
