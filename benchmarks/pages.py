@@ -349,9 +349,9 @@ def _readme(results: Results) -> str:
     picture = (
         "![Time on one H200 of this package, torch.compile and other implementations](benchmarks/results/overview.png)"
     )
-    parts = [_models(results, _OF_THE_README), _mhc(results), _e79(results, (32, 128))]
-    parts.append(_selection_of_the_readme(results))
-    return "\n\n".join([picture, *parts, f"\\* {SEPARATELY} on the same kind of GPU, with the projects' own code."])
+    parts = [_models(results, _OF_THE_README), _selection_of_the_readme(results)]
+    more = "Tables of [mHC](docs/operators/mhc.md), [E79](docs/operators/e79.md) and [attention](docs/operators/selection.md)."
+    return "\n\n".join([picture, *parts, more])
 
 
 def _counts(results: Results) -> str:

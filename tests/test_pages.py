@@ -172,7 +172,7 @@ def test_the_size_of_routing_is_as_the_design_says() -> None:
 
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 90
     assert len(re.findall("<!--", text)) == 2, "comments only around the results"
 
 
