@@ -26,7 +26,8 @@ class RoutingOptions:
         empty_rows: what attention returns for rows without a visible key: "exact", what the model's formula gives, or
             "zero".
         batch_invariant: give a query of attention or of an indexer the same bits whatever the number of queries. Few
-            queries, as in decoding, then run the kernels of many, without splits of their keys. All else is so anyway.
+            queries, as in decoding, then run the kernels of many, without splits of their keys. Of ranges this holds
+            where they are made of whole tiles of keys (docs/determinism.md). All else is so anyway.
         profile_scopes: call each op from the generated code, so that a profiler's trace has a scope for it, with shapes,
             and :func:`mhc_inductor.count_ops` counts it. Slower where Inductor would launch an op's kernels, or fuse its
             formula, itself.

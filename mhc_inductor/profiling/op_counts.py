@@ -134,10 +134,10 @@ def _streams(one: Routed) -> tuple[str, ...]:
 def count_ops() -> Iterator[OpCounts]:
     """Counts calls, FLOPs and bytes of each op that runs inside the context, backward ops too.
 
-    Sees every call of ``torch.ops.mhc_inductor`` on this thread and in its backwards: of the functions, of modules, and of models compiled with
-    ``options={"mhc_inductor.profile_scopes": True}``. Without that option compiled code launches the kernels of most ops
-    itself, and on a CPU computes their formulas, which no counter sees: then :meth:`OpCounts.of` has the counts of a
-    forward. Compile the model first, by a call outside of the context.
+    Sees every call of ``torch.ops.mhc_inductor`` on this thread and in its backwards: of the functions, of modules, and
+    of models compiled with ``options={"mhc_inductor.profile_scopes": True}``. Without that option compiled code launches
+    the kernels of most ops itself, and on a CPU computes their formulas, which no counter sees: then :meth:`OpCounts.of`
+    has the counts of a forward. Compile the model first, by a call outside of the context.
 
     The values of ranges and lists are read, which waits for the GPU: measure the time in another run.
 
