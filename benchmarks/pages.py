@@ -18,7 +18,7 @@ from .imports import diagram
 from .report import is_ours, markdown, sources_of
 from .selection_targets import DENSE, FLA
 from .source_hash import ROOT
-from .targets import COMPILE, EAGER, SEPARATELY
+from .targets import COMPILE, EAGER
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)

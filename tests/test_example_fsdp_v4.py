@@ -27,13 +27,16 @@ V4 = ("--model", "deepseek_v4")
 
 @pytest.fixture
 def example() -> Iterator[ModuleType]:
-    """The example, in a process group of this process alone."""
-    dist.init_process_group("gloo", rank=0, world_size=1, init_method="tcp://localhost:0")
+    """The example, in a process group of this process alone, which other tests of the process may have made."""
+    mine = not dist.is_initialized()
+    if mine:
+        dist.init_process_group("gloo", rank=0, world_size=1, init_method="tcp://localhost:0")
     try:
         with example_modules.imported("train_fsdp") as module:
             yield module
     finally:
-        dist.destroy_process_group()
+        if mine:
+            dist.destroy_process_group()
 
 
 def test_two_ranks_compare_eager_torch_compile_and_mhc_inductor(tmp_path: pathlib.Path) -> None:

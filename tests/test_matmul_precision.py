@@ -20,13 +20,20 @@ from tests.reference_models_mhc import BOTH, WIDTH, N, liger, parameters
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
+    unset()
     try:
         yield
     finally:
-        torch.backends.fp32_precision = "none"
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.matmul.fp32_precision = "none"
+        unset()
         torch._dynamo.reset()
+
+
+def unset() -> None:
+    """Sets what a process begins with. The older setting also sets the newer one of each library."""
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for library in (torch.backends.cuda, torch.backends.mkldnn):
+        library.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
 
 
 def tf32() -> None:

@@ -13,6 +13,7 @@ from torch.func import grad, vmap
 
 import mhc_inductor
 from mhc_inductor.nn import HyperConnection, expand
+from mhc_inductor.nn.mhc import _options
 from mhc_inductor.ops import single_pass
 from mhc_inductor.ops.registry import call
 
@@ -226,7 +227,7 @@ def plain(model, x):
     n = x.shape[-2]
     weights = torch.eye(n, dtype=x.dtype)[0].expand(*x.shape[:-1])
     for b in model.blocks:
-        _, h_post, h_res, h_pre, *_ = OPS.mhc_pre(x, b.phi, b.alpha, b.bias, b.gamma, *b._options().values())
+        _, h_post, h_res, h_pre, *_ = OPS.mhc_pre(x, b.phi, b.alpha, b.bias, b.gamma, *_options(b).values())
         f_out = b.sublayer(torch.einsum("...i,...id->...d", weights, x))
         r = h_res.mT if b.transpose_res else h_res
         x, weights = h_post[..., None] * f_out[..., None, :] + r @ x, h_pre
