@@ -115,10 +115,10 @@ def _boundary(result: dict[str, Any]) -> list[str]:
     return ["decoding, 1 / 64 tokens: post, next pre", "4096", times, floors, "", ""]
 
 
-def _e79(results: Results, sizes: Sequence[int] = (32, 64, 96, 128)) -> str:
+def _e79(results: Results) -> str:
     result = results("e79")
     lines = []
-    for n in sizes:
+    for n in (32, 64, 96, 128):
         rows = [_row(result["rows"], what=what, n=n, variant="ops") for what in ("fwd", "fb")]
         cells = [_short(r["median_us"]) for r in rows] + [
             f"{_short(r['measured_separately_us'][AUTHORS])}\\*" for r in rows

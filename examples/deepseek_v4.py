@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import TaskID
 from rich.table import Table
 from torch import Tensor
+from training import side_by_side
 
 import mhc_inductor
 from mhc_inductor.progress import bars
@@ -189,10 +190,6 @@ def agreement(run: Run, eager: Run) -> dict[str, float]:
 
 
 def table_of(runs: list[Run]) -> Table:
-    table = Table(title="DeepSeek-V4 of transformers, unmodified", title_justify="left")
-    table.add_column("")
-    for run in runs:
-        table.add_column(run.name, justify="right")
     eager = runs[0]
     compiled = {run.name: agreement(run, eager) for run in runs[1:]}
     rows: list[tuple[str, Callable[[Run], str]]] = [
@@ -209,9 +206,7 @@ def table_of(runs: list[Run]) -> Table:
         return lambda r: f"{compiled[r.name][what]:.1e}" if r.name in compiled else ""
 
     rows += [(f"{what}, relative difference from eager", difference(what)) for what in ("logits", "loss", "gradients")]
-    for label, show in rows:
-        table.add_row(label, *(show(run) for run in runs))
-    return table
+    return side_by_side("DeepSeek-V4 of transformers, unmodified", {run.name: run for run in runs}, rows)
 
 
 def draw(runs: list[Run], out: pathlib.Path, subtitle: str) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 from torch import nn
-from training import Size, console, device_name
+from training import Size, console, device_name, side_by_side
 
 import mhc_inductor
 
@@ -98,10 +98,6 @@ def trained(
 
 def table_of(runs: list[Run]) -> Table:
     """Returns a column for each way to run the model."""
-    table = Table(title="FSDP2, layers compiled one by one", title_justify="left")
-    table.add_column("")
-    for run in runs:
-        table.add_column(run.name, justify="right")
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("tokens a second", lambda r: f"{r.tokens_per_second:,.0f}"),
         ("speed", lambda r: f"{r.tokens_per_second / runs[0].tokens_per_second:.2f} x"),
@@ -111,9 +107,7 @@ def table_of(runs: list[Run]) -> Table:
     ]
     if runs[0].peak_bytes is not None:
         rows.insert(2, ("peak memory of a rank", lambda r: f"{(r.peak_bytes or 0) / 2**30:.2f} GiB"))
-    for label, show in rows:
-        table.add_row(label, *(show(run) for run in runs))
-    return table
+    return side_by_side("FSDP2, layers compiled one by one", {run.name: run for run in runs}, rows)
 
 
 def compare(

@@ -8,7 +8,7 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import stdlib_text
@@ -147,11 +147,20 @@ def launched_kernels(call: Call, corpus: stdlib_text.Corpus, size: Size, word: s
     return {event.key: event.count for event in profile.key_averages() if word in event.key}
 
 
+AnyRun = TypeVar("AnyRun")
+
+
+def side_by_side(title: str, runs: Mapping[str, AnyRun], rows: Iterable[tuple[str, Callable[[AnyRun], str]]]) -> Table:
+    """Returns a table with a column for each run, by name, and a row for each label and what it shows of a run."""
+    table = Table("", title=title, title_justify="left")
+    for name in runs:
+        table.add_column(name, justify="right")
+    for label, show in rows:
+        table.add_row(label, *map(show, runs.values()))
+    return table
+
+
 def table_of(runs: list[Run], title: str) -> Table:
-    table = Table(title=f"{title}, eager against compiled", title_justify="left")
-    table.add_column("")
-    for run in runs:
-        table.add_column(run.name, justify="right")
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("first call (compile time)", lambda r: f"{max(0.0, r.compile_s):.1f} s"),
         ("median step", lambda r: f"{r.median_s * 1e3:.1f} ms"),
@@ -161,9 +170,7 @@ def table_of(runs: list[Run], title: str) -> Table:
         ("validation loss", lambda r: f"{r.valid[-1][1]:.4f}"),
         ("validation bits a byte", lambda r: f"{r.valid[-1][1] / math.log(2):.4f}"),
     ]
-    for label, show in rows:
-        table.add_row(label, *(show(run) for run in runs))
-    return table
+    return side_by_side(f"{title}, eager against compiled", {run.name: run for run in runs}, rows)
 
 
 def say_what_ran(call: Call, corpus: stdlib_text.Corpus, size: Size, subject: Subject) -> None:
