@@ -53,6 +53,8 @@ class Model(str, enum.Enum):
 
 Build = Callable[[Size, int, torch.device, DeviceMesh], nn.Module]
 STREAMS = 4
+COMPARED_STEPS = 2000
+"""Steps of the run of which a comparison takes the first ones."""
 DEFAULTS = {
     Model.bytes: {"cpu": Size(100, 64, 1, 4, 64), "cuda": Size(600, 768, 8, 8, 1024)},
     Model.deepseek_v4: fsdp_v4.DEFAULTS,
@@ -226,8 +228,11 @@ def compare(
             return built(size, seed, device, mesh, backend)
         return fsdp_v4.built(size, seed, device, mesh, backend, how)
 
+    # Few steps of a long run's warm-up: at its full rate losses jump, and then any rounding grows into another curve.
+    rates = dataclasses.replace(size, steps=COMPARED_STEPS)
+
     def step(module: nn.Module, optimizer: torch.optim.Optimizer, done: Any) -> None:
-        one_step(module, optimizer, batch_of(text, size, seed, len(done.losses)), size, done)
+        one_step(module, optimizer, batch_of(text, size, seed, len(done.losses)), rates, done)
 
     about = {"model": model.value, "checkpoint": how.value, "seed": seed}
     return fsdp_compare.compare(build, step, Progressed, size, device, about, out)

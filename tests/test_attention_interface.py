@@ -235,13 +235,15 @@ def test_compiled_in_one_graph(family: str, given: str, quick: None) -> None:
 
 
 @torch.no_grad()
-def test_compiled_to_code() -> None:
+@pytest.mark.parametrize(("family", "hidden"), [("Mistral", True), ("Llama4", False)])
+def test_compiled_to_code(family: str, hidden: bool) -> None:
+    """Llama 4 without padding: the code that finds where packed sequences begin, under a chunked mask."""
     torch._dynamo.reset()
-    model = build("Mistral", num_hidden_layers=1)
-    given = {"input_ids": tokens(), "attention_mask": padding((0, slice(2, 4)))}
+    model = build(family)
+    given = {"input_ids": tokens(), **({"attention_mask": padding((0, slice(2, 4)))} if hidden else {})}
     expected = model(**given).logits[:, WINDOW + 4 :]
     model.set_attn_implementation("mhc_inductor")
-    compiled = torch.compile(model, backend="mhc_inductor", fullgraph=True)
+    compiled = torch.compile(model, backend="mhc_inductor", fullgraph=True, dynamic=False)
     assert_close([compiled(**given).logits[:, WINDOW + 4 :]], [expected])
 
 

@@ -125,8 +125,9 @@ def test_attention_over_ranges_and_index_of_a_query_in_any_number_if_batch_invar
     torch.manual_seed(0)
     q = torch.randn(1, 300, 2, 8, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 2, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    # Of whole tiles of keys: one of which a neighbour selects a part is added last (docs/determinism.md).
+    # Five ranges of whole tiles of keys and three of any keys, so that neighbours select parts of a tile.
     starts = torch.randint(0, 32, (1, 300, 2, 8, 1), device="cuda", dtype=torch.int32) * 128
+    starts[..., 5:, :] += torch.randint(0, 100, (1, 300, 2, 3, 1), device="cuda", dtype=torch.int32)
     ranges = torch.cat((starts, starts + 128), -1)
     index = (
         torch.randn(1, 300, 16, 128, device="cuda", dtype=torch.bfloat16),

@@ -16,6 +16,7 @@ def _low(word, shift, QT: tl.constexpr):
 @triton.jit(do_not_specialize=["S", "NT", "NQ"])
 def selection_lists(
     sel_ptr, full_ptr, flags_ptr, tiles_ptr, counts_ptr, dirty_ptr, S, NT, NQ, QT: tl.constexpr, TB: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """Builds tiles[B, G, NQ, NT], counts[B, G, NQ, 2] and dirty[B, G, NQ] from bitmaps and flags.
 
@@ -23,6 +24,9 @@ def selection_lists(
     of which each query selects all keys or none; from the back the ``counts[1]`` others, and last of these the
     ``dirty`` ones that hold a NaN or an infinity (flags). Each part is in increasing order. An entry packs the tile and
     a bit for each query (``common.entry_tile``). One program: QT queries.
+
+    With IN_ORDER no tile is in the first part: a query adds its tiles in increasing order, whichever keys of them the
+    other queries of its program select, so its bits do not depend on theirs.
     """
     pid = tl.program_id(0).to(tl.int64)
     bg = pid // NQ
@@ -38,8 +42,9 @@ def selection_lists(
         bits = _low(tl.load(sel_ptr + words + t, mask=t < NT, other=0), shift, QT)
         whole = _low(tl.load(full_ptr + words + t, mask=t < NT, other=0), shift, QT)
         wild = tl.load(flags_ptr + bg * NT + t, mask=t < NT, other=0) != 0
-        full = (bits != 0) & ((bits & ~whole) == 0) & ~wild
-        part = (bits != 0) & ~full & ~wild
+        clean = (bits != 0) & ~wild
+        full = clean & ((bits & ~whole) == 0) & (not IN_ORDER)
+        part = clean & ~full
         # Both counts in one scan.
         at = tl.cumsum(full.to(tl.int32) + (part.to(tl.int32) << 16), axis=0)
         entry = pack_entry(t, bits, QT).to(tiles_ptr.dtype.element_ty)

@@ -80,6 +80,6 @@ def plan_lists(
         (B * G * NQ, 1, 1),
         dict(sel_ptr=pieces.sel, full_ptr=pieces.full, flags_ptr=flags, tiles_ptr=tiles, counts_ptr=counts, dirty_ptr=dirty,
              S=S, NT=NT, NQ=NQ),
-        dict(QT=QT, TB=LIST_BLOCK), 2, 1,
+        dict(QT=QT, TB=LIST_BLOCK, IN_ORDER=b.deterministic), 2, 1,
     )  # fmt: skip
     return TileLists(pieces, tiles, counts, dirty, NT, NQ)
