@@ -65,7 +65,7 @@ def summary(reports: list[Any]) -> dict[str, Any]:
 def _traced(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, Any]:
     """Measures the pass over the graphs of one forward, without compiling them."""
     from mhc_inductor.routing import route
-    from mhc_inductor.routing.explain import copied
+    from mhc_inductor.routing.graph.copies import copied
 
     reports, nodes, seconds, cpu = [], 0, 0.0, 0.0
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from training import side_by_side
 
 import mhc_inductor
+from mhc_inductor.explanation import explain
 from mhc_inductor.progress import bars
-from mhc_inductor.routing.explain import explain
-from mhc_inductor.routing.report import Report
+from mhc_inductor.report import Report
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -141,7 +141,7 @@ def compare(
             **about,
             "size": dataclasses.asdict(size),
             "ranks": dist.get_world_size(),
-            "device": device_name(device),
+            "ran_on": device_name(device),
         }
         facts |= {"mhc_inductor": mhc_inductor.__version__, "versions": versions(), "warm_steps": WARM}
         facts |= {"tolerance": tolerance, "equal": equal, "runs": [dataclasses.asdict(run) for run in runs]}

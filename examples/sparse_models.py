@@ -30,9 +30,9 @@ from rich.table import Table
 from torch import Tensor
 
 import mhc_inductor
+from mhc_inductor.explanation import explain
 from mhc_inductor.progress import bars
-from mhc_inductor.routing.explain import explain
-from mhc_inductor.routing.report import Report
+from mhc_inductor.report import Report
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

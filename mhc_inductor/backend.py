@@ -181,8 +181,8 @@ def _stamped() -> Iterator[None]:
 
 def _pass() -> tuple[Callable[..., Any], Callable[[Any], None]]:
     """Imports the routing pass late and returns ``(route, log_report)``."""
+    from mhc_inductor.report import log_report
     from mhc_inductor.routing import route
-    from mhc_inductor.routing.report import log_report
 
     return route, log_report
 

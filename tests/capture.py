@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, fx
 
 from mhc_inductor.options import DEFAULT, RoutingOptions
+from mhc_inductor.report import Report
 from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.operators.selection.emit import SEEN
-from mhc_inductor.routing.report import Report
 from tests.each_commit import COMMIT
 from tests.helpers_mhc import relative, rounding
 from tests.traced import Unrecorded, traced

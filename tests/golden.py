@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 
 from mhc_inductor import routing
-from mhc_inductor.routing.report import Report
+from mhc_inductor.report import Report
 from tests.each_commit import ungrouped
 
 TABLE = pathlib.Path(__file__).with_name("golden.txt")

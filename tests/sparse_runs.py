@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mhc_inductor.options import DEFAULT, RoutingOptions
+from mhc_inductor.report import Report
 from mhc_inductor.routing import Verifier
-from mhc_inductor.routing.report import Report
 from tests import capture, sparse_families
 
 INDEXERS = ("index_topk", "index_scores")

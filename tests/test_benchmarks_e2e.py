@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
 from benchmarks import deepseek_model, deepseek_v4, deepseek_worker, environment, routing
-from mhc_inductor.routing.report import Report, Routed
+from mhc_inductor.report import Report, Routed
 
 CPU = torch.device("cpu")
 SMALL = deepseek_model.Size(1, 32, 2, 16, 16, 16, 2, 16, 4, 2, 16, 64, 2, 16)

@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mhc_inductor
-from mhc_inductor.routing import explain as module
-from mhc_inductor.routing.explain import explain
+from mhc_inductor import explanation as module
+from mhc_inductor.explanation import explain
+from mhc_inductor.report import NearMiss, Report, Routed, log_report
 from mhc_inductor.routing.operators.kernels import KERNELS, REFERENCE, kernels_of
-from mhc_inductor.routing.report import NearMiss, Report, Routed, log_report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = pathlib.Path(__file__).name
@@ -105,6 +105,7 @@ def test_formulas_are_found_with_their_lines(mode, checkpointed, capsys):
     assert str(report).count("reference formula, fused by Inductor; a compile keeps the formula as written") == 2
     said = capsys.readouterr().out
     assert "mhc_pre" in said and HERE in said and report.totals() in " ".join(said.split())
+    assert str(mhc_inductor.OpCounts.of(report)) in said
 
 
 def test_a_report_is_printed_once(capsys):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from mhc_inductor import routing
-from mhc_inductor.routing.report import Report, Routed
+from mhc_inductor.report import Report, Routed
 from tests import golden
 
 NAME = "test_routing_selection.py::test_of_the_table"

@@ -30,9 +30,9 @@ def test_scopes_and_kernels_are_in_the_trace(compiled: bool, nvtx: bool) -> None
     options: dict[str, str | int | bool] = {"mhc_inductor.profile_scopes": True}
     call = torch.compile(model, backend="mhc_inductor", options=options) if compiled else model
     step(call)  # compiles
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        with mhc_inductor.op_scopes(nvtx=nvtx):
-            step(call)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities) as trace, mhc_inductor.op_scopes(nvtx=nvtx):
+        step(call)
     events = trace.events() or ()
     host = {e.name for e in events if e.device_type is DeviceType.CPU}
     kernels = {e.name for e in events if e.device_type is DeviceType.CUDA}

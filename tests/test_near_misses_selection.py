@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mhc_inductor.routing.report import NearMiss
+from mhc_inductor.report import NearMiss
 from tests import capture
 from tests.capture import difference, eager, reasons, run
 

@@ -11,9 +11,9 @@ import torch
 from test_explain import FOUND, Plain, layer, streams
 from torch import nn
 
-from mhc_inductor.routing.explain import explain
+from mhc_inductor.explanation import explain
+from mhc_inductor.report import Cost, NearMiss, Report, Routed
 from mhc_inductor.routing.operators.selection.profit import MEMORY, PRODUCT_FLOPS
-from mhc_inductor.routing.report import Cost, NearMiss, Report, Routed
 from tests import browser
 
 COLOURS = (

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mhc_inductor.report import Report
 from mhc_inductor.routing import route
-from mhc_inductor.routing.explain import copied
-from mhc_inductor.routing.report import Report
+from mhc_inductor.routing.graph.copies import copied
 from tests.work import MOST, Work
 
 N, D, TOKENS = 4, 16, 6

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mhc_inductor.routing.report import Report
+from mhc_inductor.report import Report
 from tests import capture, sparse_runs
 from tests.capture import difference, eager, not_worse, reasons, run
 from tests.sparse_families import FAMILIES

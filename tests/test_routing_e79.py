@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
 import mhc_inductor
+from mhc_inductor.report import Report
 from mhc_inductor.routing import route
-from mhc_inductor.routing.report import Report
 from tests.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
 from tests.reference_models_e79 import DIM, REFERENCE_MODELS, STATE, CoupledCell, Layer
 from tests.spellings_e79 import AXES, MUTATIONS, Loop, Settings, mutants, plain, singles, spellings

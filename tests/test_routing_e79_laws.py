@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from mhc_inductor.report import Report
 from mhc_inductor.routing import route
-from mhc_inductor.routing.report import Report
 from tests.capture import ops_of, tensors
 from tests.spellings_e79 import AXES, Settings, plain
 

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_inductor
 from benchmarks import deepseek_model
+from mhc_inductor.report import Report
 from mhc_inductor.routing import cutter, few_tokens
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.few_tokens import FewTokens
 from mhc_inductor.routing.interface import Verdict
-from mhc_inductor.routing.report import Report
 from mhc_inductor.routing.verify import Trial
 from tests import reference_models_mhc as reference
 from tests import test_routing_lists, test_routing_segments

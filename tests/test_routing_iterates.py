@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mhc_inductor.report import Report
 from mhc_inductor.routing import route
-from mhc_inductor.routing.report import Report
 from tests.capture import Captured, difference, eager, run
 from tests.reference_models_mhc import WIDTH, N, around, parameters
 

@@ -17,11 +17,11 @@ from torch import Tensor, fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mhc_inductor import compat
+from mhc_inductor.report import Report
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph import known_calls
 from mhc_inductor.routing.graph.known_calls import KnownCalls
 from mhc_inductor.routing.graph.view import Knowledge, View
-from mhc_inductor.routing.report import Report
 from tests.capture import interpreted, run
 
 

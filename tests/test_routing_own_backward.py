@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import mhc_inductor
+from mhc_inductor.report import Report
 from mhc_inductor.routing import route
 from mhc_inductor.routing.operators.mhc import own_backward
-from mhc_inductor.routing.report import Report
 from tests.capture import Captured, difference, eager, run
 from tests.reference_models_mhc import ITERS, WIDTH, N, P, around, parameters
 from tests.test_routing_mhc_laws import reasons

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from benchmarks.source_hash import ROOT
+from mhc_inductor.report import NearMiss, Routed
 from mhc_inductor.routing.operators.selection import profit
-from mhc_inductor.routing.report import NearMiss, Routed
 
 DENSE = "dense causal SDPA (cuDNN)"
 WIDTH, BLOCK, WINDOW = 128, 64, 128

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mhc_inductor.routing.report import Report
+from mhc_inductor.report import Report
 from tests.capture import VERIFY, difference, eager, interpreted, not_worse, reasons, run
 
 INF = float("inf")

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, fx
 
 import mhc_inductor
+from mhc_inductor.report import Report
 from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.few_tokens import FewTokens
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import emit
-from mhc_inductor.routing.report import Report
 from tests import reference_models_e79 as e79
 from tests import reference_models_selection as selection
 from tests import test_routing_single_pass as single_pass

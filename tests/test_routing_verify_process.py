@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+from mhc_inductor.report import Report
 from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.interface import Verdict
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chains
-from mhc_inductor.routing.report import Report
 from mhc_inductor.routing.verify import Trial
 from tests.capture import interpreted
 from tests.laws import block, mhc_leaves

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mhc_inductor.report import Report
 from mhc_inductor.routing import route
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.view import Knowledge, View
 from mhc_inductor.routing.operators.selection.search import Search
-from mhc_inductor.routing.report import Report
 from tests.capture import difference, eager, exact_or_left, left_by_proof, reasons, run
 
 B, S, H, D, K = 2, 11, 3, 8, 4

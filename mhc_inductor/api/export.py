@@ -46,7 +46,7 @@ def route_exported(program: ExportedProgram, *, verify: bool = False, empty_rows
     options = RoutingOptions(verify, empty_rows)
     from mhc_inductor.backend import prepare
     from mhc_inductor.exported.program import routed
-    from mhc_inductor.routing.report import log_report
+    from mhc_inductor.report import log_report
 
     # A package is compiled from the copy without Dynamo, which would register the lowerings.
     prepare()

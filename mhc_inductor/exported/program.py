@@ -18,12 +18,12 @@ from mhc_inductor.exported import examples, lowering
 from mhc_inductor.exported.inlining import inline
 from mhc_inductor.exported.spelling import Spelling
 from mhc_inductor.options import DEFAULT, RoutingOptions
+from mhc_inductor.report import Report
 from mhc_inductor.routing import route
 from mhc_inductor.routing.edit import Check
-from mhc_inductor.routing.explain import copied
+from mhc_inductor.routing.graph.copies import copied
 from mhc_inductor.routing.graph.values import example, run_fake
 from mhc_inductor.routing.placement import KEPT, PASSED_ON
-from mhc_inductor.routing.report import Report
 
 
 def routed(

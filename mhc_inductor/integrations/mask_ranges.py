@@ -155,8 +155,8 @@ def _ends(
         ends += [query - local_size + 1, query - local_size, query + local_size]
         ends.append(query - (query - left) % local_size)  # the start of its chunk
     if attention_mask is None and query.shape[2] == key.shape[0]:  # perhaps packed
-        # Not (query - 1).clamp(min=...): Inductor of torch 2.13 fails at its quotient by a chunk's size.
-        before = torch.cat(((query[:, :, :1] - 1).clamp(min=key[0]), query[:, :, :-1]), 2)
+        # Not (query - 1).clamp(min=...): Inductor of torch 2.11 and 2.13 cannot divide its maximum by a chunk's size.
+        before = torch.where(query > key[0], query - 1, key[0])
         joined = mask_function(batch, head, query, before)
         starts = torch.where(joined, key[0], query).expand(batch_size, -1, -1, -1)
         ends.append(starts.cummax(2).values)  # where its sequence begins

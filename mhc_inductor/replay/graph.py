@@ -21,9 +21,10 @@ from torch import Tensor, fx
 from mhc_inductor import compat
 from mhc_inductor.log import warn_once
 from mhc_inductor.replay import ops, run
+from mhc_inductor.report import Report
 from mhc_inductor.routing.graph.values import example, name_of
 from mhc_inductor.routing.operators.index.operator import IndexOperator
-from mhc_inductor.routing.report import Report, modules_of
+from mhc_inductor.routing.sources import modules_of
 from mhc_inductor.scope import Change, replace
 
 _OPS = torch.ops.mhc_inductor

@@ -19,6 +19,7 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.log import logger, warn_once
 from mhc_inductor.options import DEFAULT, RoutingOptions
+from mhc_inductor.report import AS_WRITTEN, NearMiss, Report, Routed
 from mhc_inductor.routing.edit import Check, Edit
 from mhc_inductor.routing.effects import Modes, ambient, modes_of
 from mhc_inductor.routing.few_tokens import FewTokens
@@ -40,8 +41,8 @@ from mhc_inductor.routing.interface import (
 )
 from mhc_inductor.routing.placement import Placement
 from mhc_inductor.routing.plugin import Element, Graph, Proposal, register
-from mhc_inductor.routing.report import AS_WRITTEN, NearMiss, Report, Routed, modules_of, source_of
 from mhc_inductor.routing.sharded import as_whole
+from mhc_inductor.routing.sources import modules_of, source_of
 from mhc_inductor.routing.verify import Verifier
 from mhc_inductor.scope import Change
 

@@ -19,9 +19,9 @@ from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value
 
 if TYPE_CHECKING:
+    from mhc_inductor.report import Cost, Routed
     from mhc_inductor.routing.edit import Edit
     from mhc_inductor.routing.graph.view import View
-    from mhc_inductor.routing.report import Cost, Routed
 
 
 class Mismatch(Exception):

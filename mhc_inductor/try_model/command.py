@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mhc_inductor.routing.explain import explain
+from mhc_inductor.explanation import explain
 from mhc_inductor.try_model import INSTALL, configuration
 from mhc_inductor.try_model.worker import COMPILE, EAGER, OURS, Job, kind_of, step
 from mhc_inductor.tuning.command import progress

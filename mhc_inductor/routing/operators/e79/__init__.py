@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from mhc_inductor.report.findings import Routed
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
@@ -18,7 +19,7 @@ from mhc_inductor.routing.operators.e79.loop import OP, Chain, Search
 from mhc_inductor.routing.operators.e79.outputs import without_end
 from mhc_inductor.routing.operators.e79.scan import Body, body_of, emit_scan, match_scan
 from mhc_inductor.routing.operators.kernels import kernels_of
-from mhc_inductor.routing.report import Routed, modules_of, source_of
+from mhc_inductor.routing.sources import modules_of, source_of
 
 Found = Match | Miss | Routed
 _HOOKED = "S' of a step has a hook, and the step's M' or output reads S' too: the hook would miss their gradients"

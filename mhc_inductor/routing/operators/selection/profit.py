@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from mhc_inductor.peaks import MEMORY, PRODUCT_FLOPS
 from mhc_inductor.routing.graph.index import Var, present_size, product_of
 from mhc_inductor.routing.operators.selection.intervals import MOST_ENTRIES
 from mhc_inductor.routing.operators.selection.matches import Found
@@ -170,10 +171,6 @@ LIST_TRAINING, WIDE_LIST_TRAINING = 7.7, 5.5
 DENSE_FLOPS = 345e12
 """Operations a second of scaled_dot_product_attention under a mask, forward (benchmarks/results/rule.json)."""
 DENSE_TRAINING = 5.2
-MEMORY = 4.8e12
-"""Bytes a second of an H200's memory, by its data sheet: a bound for attention over gathered keys, not a measurement."""
-PRODUCT_FLOPS = 600e12
-"""Operations a second of a large bf16 product."""
 WRITTEN = 6e-12
 """Seconds for each score of a softmax that is written out and compiled: its passes over memory (rule.json)."""
 WRITTEN_TRAINING = 2.2

@@ -8,10 +8,13 @@ import linecache
 from collections import Counter
 from collections.abc import Iterator
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mhc_inductor.routing.operators.selection.profit import MEMORY, PRODUCT_FLOPS
-from mhc_inductor.routing.report import Cost, NearMiss, Report, Routed, module_name
+from mhc_inductor.peaks import MEMORY, PRODUCT_FLOPS
+from mhc_inductor.report.findings import Cost, NearMiss, Routed, module_name
+
+if TYPE_CHECKING:
+    from mhc_inductor.report import Report
 
 _AROUND = 2
 """How many lines of code are shown before and after a finding's own."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import statistics
@@ -19,30 +18,20 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from mhc_inductor import compat
+from mhc_inductor.backend import unrouted
+from mhc_inductor.exported.program import routed
+from mhc_inductor.report import Cost, NearMiss, Report, show
 from mhc_inductor.routing import route
 from mhc_inductor.routing.edit import Edit, Pairs
 from mhc_inductor.routing.extract import MODES, Cut, Piece
 from mhc_inductor.routing.few_tokens import FewTokens
+from mhc_inductor.routing.graph.copies import copied
 from mhc_inductor.routing.graph.values import example, tensors_in
 from mhc_inductor.routing.interface import Match, Verdict
-from mhc_inductor.routing.report import Cost, NearMiss, Report, show
 from mhc_inductor.routing.verify import Trial, Verifier, said
 
 _REPEATS, _SECONDS = 20, 0.5
 """A time is the median of at most so many runs, which take about so long at most; the first two do not count."""
-
-
-def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of ``gm`` and of the bodies of its higher-order ops; names, tensors and modules are the same."""
-    graph = copy.deepcopy(gm.graph)
-    compat.give_names(zip(graph.nodes, (node.name for node in gm.graph.nodes), strict=True))
-    result = fx.GraphModule(gm, graph)
-    result.meta = dict(gm.meta)
-    for node in result.graph.find_nodes(op="get_attr"):
-        body = getattr(gm, node.target, None)
-        if isinstance(body, fx.GraphModule):
-            setattr(result, node.target, copied(body))
-    return result
 
 
 def explain(
@@ -80,7 +69,7 @@ def explain(
         **kwargs: keyword arguments of ``fn``. An argument of ``fn`` named like one of the above is passed by position.
 
     Returns:
-        The :class:`~mhc_inductor.routing.report.Report` over all graphs of the call.
+        The :class:`~mhc_inductor.report.Report` over all graphs of the call.
 
     Raises:
         TypeError: if arguments are given with an exported program.
@@ -129,8 +118,6 @@ def _exported(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inspe
     """Returns what routing finds in an exported program."""
     if args or kwargs:
         raise TypeError("explain: an exported program is not run and takes no arguments; call explain(program)")
-    from mhc_inductor.exported.program import routed
-
     with _counters_kept():
         return routed(program, check=inspector)[1]
 
@@ -222,8 +209,6 @@ def _flops(call: fx.Node) -> int:
 
 def _times(trial: Trial) -> tuple[float, float] | str:
     """Returns the seconds of the formula and of its op, each compiled; or why they could not be measured."""
-    from mhc_inductor.backend import unrouted
-
     try:
         feed = trial.data(0, 0)
         return _seconds(trial, trial.cut.formula, feed, unrouted), _seconds(trial, trial.cut.op, feed, "mhc_inductor")

@@ -1,0 +1,1 @@
+../../mhc_inductor/explanation.py

@@ -1,1 +1,0 @@
-../../mhc_inductor/page.py
