@@ -42,9 +42,10 @@ def selection_lists(
         bits = _low(tl.load(sel_ptr + words + t, mask=t < NT, other=0), shift, QT)
         whole = _low(tl.load(full_ptr + words + t, mask=t < NT, other=0), shift, QT)
         wild = tl.load(flags_ptr + bg * NT + t, mask=t < NT, other=0) != 0
-        clean = (bits != 0) & ~wild
-        full = clean & ((bits & ~whole) == 0) & (not IN_ORDER)
-        part = clean & ~full
+        full = (bits != 0) & ((bits & ~whole) == 0) & ~wild
+        if IN_ORDER:
+            full = full & (bits == 0)  # none
+        part = (bits != 0) & ~full & ~wild
         # Both counts in one scan.
         at = tl.cumsum(full.to(tl.int32) + (part.to(tl.int32) << 16), axis=0)
         entry = pack_entry(t, bits, QT).to(tiles_ptr.dtype.element_ty)
