@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import pathlib
 import re
 import subprocess
@@ -212,3 +213,23 @@ def test_every_source_names_its_licence():
     named = [n for n in sources if "# SPDX-License-Identifier: Apache-2.0\n" in (ROOT / n).read_text()[:100]]
     assert len(sources) > 500
     assert set(sources) - set(named) == {".ci/constraints.txt"}
+
+
+def _docstrings_of_kernels() -> dict[str, str | None]:
+    """Returns the docstring of each file of kernels/ that defines a function of Triton or of Gluon."""
+    found = {}
+    for file in sorted((ROOT / "kernels").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        marks = (ast.unparse(mark) for x in tree.body if isinstance(x, ast.FunctionDef) for mark in x.decorator_list)
+        if any(mark.startswith(("triton.jit", "gluon.jit")) for mark in marks):
+            found[file.relative_to(ROOT).as_posix()] = ast.get_docstring(tree)
+    return found
+
+
+def test_a_kernel_file_opens_with_what_it_computes_and_its_tile() -> None:
+    """A few lines: the formula, what a program takes of it, and what bounds it. A page would be docs/tuning.md's."""
+    docstrings = _docstrings_of_kernels()
+    assert len(docstrings) > 50
+    for name, text in docstrings.items():
+        assert text is not None and 3 <= len(text.splitlines()) <= 14, name
+        assert re.search(r"\b(tile|program)s?\b", text, re.IGNORECASE), name

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The E79 scan, backward: one program per sequence, from the last segment to the first.
 
-A segment's states are recomputed once from its checkpoint and the saved gates, which needs no sums, and kept in
-scratch; then its steps are undone. The gradients of k^, m^, v, q and the biases, which no later step needs, are written
-in parts, along rows and along columns; ``e79_finish`` adds them in parallel.
+``forward.py`` has the formulas; dS and dM are C tiles [R, CI] each, in fp32. A segment's states are recomputed once
+from its checkpoint and the saved gates, which needs no sums, and kept in scratch; then its steps are undone, three
+dependent stages of sums each. Their latency bounds it, and at n = 128 the registers: dS and dM alone take half of a
+multiprocessor's. So what no later step needs, the gradients of k^, m^, v, q and the biases, is written in parts, along
+rows and along columns; ``e79_finish`` adds them in parallel.
 """
 
 import triton

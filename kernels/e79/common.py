@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared functions of the E79 kernels: column tiles of a state, vectors along rows and columns, and their sums.
 
-A state [n, n] is a tuple of C tiles [R, CI] of R rows (n padded to a power of two) and CI columns. In this form every
-Triton version gives every tile the same layout: a warp covers 4 rows by 8 lanes of 4 columns, and the warps split the
-rows. A sum along a row then needs three shuffles, a sum along a column one exchange between the warps.
+A state [n, n] of a program is a tuple of C tiles [R, CI] of R rows (n padded to a power of two) and CI columns. In
+this form every Triton version gives every tile the same layout: a warp covers 4 rows by 8 lanes of 4 columns, and the
+warps split the rows. A sum along a row then needs three shuffles, a sum along a column one exchange between the warps,
+which ``column_sums`` makes once for all tiles.
 """
 
 import triton

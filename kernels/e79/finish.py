@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parallel part of the E79 backward: adds the parts along rows and columns, and applies the norms' gradients."""
+"""The parallel part of the E79 backward: adds the parts along rows and columns, and applies the norms' gradients.
+
+    du = i * dv - i * i * <dv, u> * u / |u| for v = u / (|u| + 1e-6), i = 1 / (|u| + 1e-6);  i * dv where u is 0
+
+From parts[T, B, P, n] to dkvqm[T, B, 4 n]. A program has BR steps and sequences, whole rows of n. Bytes bound it:
+every part is read and every gradient written once, and no row waits for another, which is why the scan leaves this to
+it. ``e79_bias_sum`` is one program that adds part[B, 2, n] in a fixed order.
+"""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The E79 scan, forward: one program per sequence, with S and M in registers in fp32."""
+"""The E79 scan, forward: one program per sequence, with S and M in registers in fp32.
+
+    S' = r[:, None] * S * c[None, :] + outer(delta, k^),  r, c = sigmoid(M k^ + b_s), sigmoid(M.T k^ + b_s)
+    M' = p[:, None] * M * w[None, :] + outer(g, m^),      p, w = sigmoid(S' m^ + b_m), sigmoid(S'.T m^ + b_m)
+    delta = v - S k^,  g = delta - M m^,  out = y * silu(y),  y = S' q;  k^ and m^ have length 1
+
+kvqm[T, B, 4 n] holds k, v, q, m. A state is C tiles [R, CI] of columns (``common.py``). A step waits for the one
+before, so that its latency bounds the scan, not bytes nor products: the states never leave the program between steps,
+the next step's vectors are loaded a step ahead (up to n = 64), and norms scale the sums afterwards. With SAVE, the
+states go to memory every SEG steps and the gates at every step, for the backward.
+"""
 
 import triton
 import triton.language as tl

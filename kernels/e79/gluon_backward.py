@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The E79 scan, backward, in Gluon; ``backward.py`` has the same in plain Triton, with the same arguments.
 
-dS and dM stay in registers, as C column tiles [NW, RW, CI]. The states of a step are copied from scratch to shared
-memory one step ahead. Every element of a state is copied, read and written by one and the same thread.
+A program runs one sequence. dS and dM stay in registers, as C column tiles [NW, RW, CI]. The states of a step are
+copied from scratch to shared memory one step ahead. Every element of a state is copied, read and written by one and
+the same thread, so that no thread waits for another's copies. The latency of three dependent stages a step bounds it,
+and at n = 128 (four tiles, so that registers suffice) also the writes of states to scratch. y was saved by the
+forward, and products with S' go through S, so that the reverse pass makes no S'.
 """
 
 from triton.experimental import gluon

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared functions of the Gluon kernels of E79: sums in a warp, exchanges between warps, vectors in shared memory.
 
-A state is a tensor [NW, RW, R]: warp, row in the warp, column (n padded to R). A sum along a row stays inside a warp. A
-sum along a column is one part per warp, exchanged once through shared memory: one thread per column adds the parts and
-evaluates the gate once, whereas in plain Triton every thread evaluates the gates of all the columns it holds.
+A program's state is a tensor [NW, RW, R]: warp, row in the warp, column (n padded to R). A sum along a row stays
+inside a warp. A sum along a column is one part per warp, exchanged once through shared memory: one thread per column
+adds the parts and evaluates the gate once, whereas in plain Triton every thread evaluates the gates of all the columns
+it holds.
 """
 
 from triton.experimental import gluon

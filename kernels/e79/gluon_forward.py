@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The E79 scan, forward, in Gluon; ``forward.py`` has the same scan in plain Triton, with the same arguments."""
+"""The E79 scan, forward, in Gluon; ``forward.py`` has the same scan in plain Triton, with the same arguments.
+
+A program runs one sequence, with S and M as tiles [NW, RW, R] in registers in fp32. A step's latency bounds it: two
+stages, each a sum along the columns, a gate and its way back. One thread a column adds the warps' parts and evaluates
+the gate (``gluon_common.py``), the sums along rows fill the time between write and read of an exchange, each vector is
+loaded once a block, a step ahead, into shared memory, and up to n = 64 what needs no column gate is computed before it
+arrives.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of the index scores: query-major for q and w, key-major in parts of the queries for k.
 
-With g the gradient of a visible score and x = q @ k.T: dw = scale * sum g * relu(x), dx = g where x is above 0,
-dq = scale * w * dx @ k, dk = scale * (w * dx).T @ q.
+With g[B, S, T] the gradient of a visible score and x = q @ k.T: dw = scale * sum g * relu(x), dx = g where x is above
+0, dq = scale * w * dx @ k, dk = scale * (w * dx).T @ q.
+
+A program of dq takes BS queries of one head and all tiles of BT keys that they see; one of dk BT keys and every head
+of the queries of one of P parts, which a last kernel adds in order: no atomics. By count products bound both (two a
+tile, since the scores are computed again): q or k, and the sums, stay on the chip.
 """
 
 import triton

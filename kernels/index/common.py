@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared functions of the index kernels: which keys a query sees, and integers that sort as floats."""
+"""Shared functions of the index kernels: which keys a query sees, and integers that sort as floats.
+
+A program asks per tile of queries and keys: the first ``limit`` keys, a mask, segment ids. Integers that sort as fp32
+scores do, NaN last and invisible keys first, let the choice of keys compare and count without cases.
+"""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention's distribution over listed keys, summed over its heads, with wgmma (sm_90).
 
-A program has 64 heads of a query and three warpgroups. Two take tiles of 64 keys in turn: one reduces its weights over the
-heads while the other's scores are computed. The third copies each key's row to shared memory once.
+    out[b, s, j] = log of the sum over the heads of exp(scale * <q[head], k[keys[j]]> - lse[head])
+
+A program has 64 heads of a query and three warpgroups. Two take tiles of 64 keys in turn: one reduces its weights over
+the heads while the other's scores are computed. The third copies each key's row to shared memory once. The rows
+gathered from the L2 bound it: 64 FLOP a byte.
 """
 
 from triton.experimental import gluon

@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loss of an indexer over lists of keys, and its gradients.
 
-Keys come from canonical lists that repeat keys (``list_keys.py``): of equal keys the first entry counts.
+    loss = sum_j p_j (log p_j - log r_j),  r = softmax of the index scores,  p = the attention's, summed over its heads
+    dscores = r - p,  g = dloss * dscores,  x = scale * q @ k.T,  dx = scale * g * w where x > 0
+    dw = sum g * relu(x),  dq = dx @ k,  dk = dx.T @ q
+
+Keys come from canonical lists that repeat keys (``list_keys.py``): of equal keys the first entry counts. Programs: one
+query, HB heads x BN listed keys at a time (``index_list_heads``); one query, its whole list in registers (both
+softmaxes); one query, all heads, DC columns (the gradients). Rows of keys, gathered from the L2, are most of what
+moves: each is read once for all heads of a block, keys are loaded a tile ahead of their rows, and dq and dw stay in
+registers.
 """
 
 import triton

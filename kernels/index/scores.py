@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index scores: sum over heads of w * relu(scale * q @ k.T), for tiles of queries and for single queries."""
+"""Index scores: sum over heads of w * relu(scale * q @ k.T), for tiles of queries and for single queries.
+
+From q[B, S, H, D], k[B, T, D] and w[B, S, H], any strides but the last. A program of the tiles takes BS queries x BT
+keys and all heads; of the single queries (few, as in decoding) one query, its heads as the rows of a product, and BT
+keys. Products bound the first: its keys stay in place for all heads, nothing but q is read a head, tiles that no query
+sees are skipped, and whole tiles are stored without a mask, which saves registers. Of the second each visible key is
+read once, for all heads.
+"""
 
 import triton
 import triton.language as tl

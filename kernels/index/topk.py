@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys of the largest index scores of each query, in increasing order, from sortable integers (see ``common.py``).
 
-A row is held in registers, and its k-th largest integer is found by counting the keys at or above a guess. Of a longer
-row, a sample gives a bound that somewhat more than k keys are above; these are listed and held in place of the row.
+keys[rows, T] -> out[rows, topk]; one program a query. A row of up to BLOCK keys is held in registers, as one tile, and
+its k-th largest integer is found by counting the keys at or above a guess. Of a longer row, a sample gives a bound
+that somewhat more than k keys are above; these are listed and held in place of the row. Bytes should bound it, a row
+read once; stores of a few elements each are what takes the time. So a bit a key is stored, and each thread then lists
+the lowest bit of its words in turn. Increasing keys cost no sort: they are stored in the order in which they stand.
 """
 
 import triton

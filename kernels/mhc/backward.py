@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward of mHC's pre: <dh_in, x>, the coefficients' gradients, dx, dphi, and the sums of the parameters."""
+"""The backward of mHC's pre: <dh_in, x>, the coefficients' gradients, dx, dphi, and the sums of the parameters.
+
+    dx = gamma * (dh_mix @ phi) + h_pre (x) dh_in - cx * x (+ dx_acc),  G = dh_mix.T @ x
+    dphi = G * gamma,  dgamma = sum_j phi[j] * G[j]
+
+x[T, n, D] is contiguous. Programs: one token (dots); BC tokens (coefficients, Sinkhorn's gradient); R tokens x BD
+columns of one stream (dx); BK columns x every C-th tile of R tokens (dphi). Bytes bound it: x is read three times, dx
+written once. That is faster than dx and dphi in one kernel, whose registers spill: so dx has no loop, and dphi
+multiplies all bf16 terms of dh_mix, one above the other, in one product. Sums over tokens have two stages over a fixed
+partition, the same in every run.
+"""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coefficients and collapse of few tokens from partial sums over blocks of columns, which ``gluon_few.py`` writes.
 
-The blocks of a slice are added one after the other, as ``gluon_post_project.py`` adds them; then the slices in the order
-of ``slices.py``. So a token has the bits that those two kernels give it.
+The formulas are those of ``pre.py``, for four streams. part[D / 32, T, MP] has for each block of 32 columns of every
+stream the products with phi's rows and four sums of squares. The blocks of a slice are added one after the other, as
+``gluon_post_project.py`` adds them; then the slices in the order of ``slices.py``: a token has the bits that those two
+kernels give it. One program a token for the coefficients, others for BD columns of one token's h_in, in one launch.
+With few tokens latency bounds it: a program asks for all parts of its token at once, as tiles [slices, columns], and
+then adds.
 """
 
 import triton

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared functions of the mHC kernels: Sinkhorn steps and partial sums."""
+"""Sinkhorn steps and partial sums, which the mHC kernels share.
+
+A step divides c[T, N, N] by its row sums, then by its column sums; the forms differ in the start and in where eps
+enters. A program holds the matrices of BC tokens as one tile in the registers of one warp, so that no sum waits at a
+barrier for other warps. The gradient goes through every iteration: it runs them again, stores each divisor (N floats a
+token and half step), and undoes a step by multiplying, so that no matrix is kept. The chain of dependent steps bounds
+both, not bytes.
+"""
 
 import triton
 import triton.language as tl

@@ -2,7 +2,8 @@
 """Sums of products whose bits no compiler chooses: each product but the first is added by an explicit fma.
 
 ``a * b + c * d`` may become an fma of either product, and a product may be fused into a sum that follows it. Kernels
-that must give the same bits (few tokens and many, fused and separate ops) therefore share these functions.
+that must give the same bits (few tokens and many, fused and separate ops) therefore share these functions, on tiles of
+any shape. They cost what the contracted sums would: one instruction a product.
 """
 
 import triton

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions between bf16 and fp32 that take one instruction (sm_80 and newer)."""
+"""Conversions between bf16 and fp32 that take one instruction (sm_80 and newer).
+
+``rounded`` packs two neighbours of a thread in one ``cvt.rn.bf16x2``; ``widened`` shifts or masks, one instruction an
+element. On tiles of any shape whose threads hold pairs of columns: the mHC kernels that mix streams in registers issue
+these for every element of x, next to few other instructions.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

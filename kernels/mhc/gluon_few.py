@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gluon_post_project.py`` for few tokens: a program has one block of 32 columns of each stream, not eight (sm_90).
 
-A block's products and sums of squares are those of the other kernel, bit for bit. It adds the blocks of a slice one
-after the other; here each block is a part, and the reader of the parts adds them in that order (``slices.py``).
+out = post, part[b, t] = products of out with phi's rows and sums of squares, over block b. Programs [D / 32, T / 64],
+64 tokens each. With few tokens nothing but latency counts: D / 32 programs in place of D / 256 share phi, each asks
+for all that it reads before it uses any of it, and phi's pieces have allocations of their own, between whose stores
+Triton puts no barriers. A block's products and sums of squares are those of the other kernel, bit for bit. It adds the
+blocks of a slice one after the other; here each block is a part, and the reader of the parts adds them in that order
+(``blocks.py``).
 """
 
 from triton.experimental import gluon

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """pre with one read of x (sm_90): sums are exchanged while x stays in shared memory.
 
-``pre.py`` has the formulas. A group of G programs of 8 warps takes tiles of 16 tokens, a program 256 columns of each
-stream. phi's columns stay in registers for all tiles. A program projects its part of a tile, publishes five sums per
-token, goes on with the next tiles, and collapses the tile from shared memory once all parts of it are there. At the end,
-the group shares the coefficients' tokens. All programs must be resident: the launch is cooperative.
+``pre.py`` has the formulas; four bf16 streams. A group of G = D / 256 programs of 8 warps takes every NG-th tile of 16
+tokens, a program 256 columns of each stream; phi's columns stay in registers for all tiles. A program projects its
+part of a tile, publishes five sums a token, goes on with the next tiles, and collapses the tile from shared memory LAG
+tiles later, once all parts are there. At the end, the group shares the coefficients' tokens. All programs must be
+resident: the launch is cooperative. Bytes would bound it (x once, h_in once); what is left is latency, which two tiles
+hide for each other: one is multiplied while another is collapsed, in one block of instructions.
 
 Words of the exchange start as 0, and a sum of 0 is written as -0, so that a word is its own flag.
 """

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused post and projection of its result, in one pass over x, with wgmma (sm_90).
 
-``post.py`` and ``pre.py`` have the formulas. A program keeps its columns of phi in shared memory for all its tokens. x
-and f_out are copied to shared memory one step of 64 columns ahead, in whole lines. A thread reads 8 neighbouring
-columns of two tokens at a time, mixes them, stores them and multiplies them without a change of layout: the columns of
-phi are permuted so that these registers form the left operand of wgmma. Its right operand are three bf16 terms of phi's
-24 rows, as 64 and 8 rows, since no tensor of Triton can have 72 (of 8 rows, as 16 and 8). Few products are wanted: from
-Triton 3.8 on each has a copy of the left operand's registers.
+``post.py`` and ``pre.py`` have the formulas; four bf16 streams. A program has a slice of NB * 32 columns of each
+stream, whose phi stays in shared memory, and every G-th tile of NW * 16 tokens; programs [slices, G]. Bytes bound it:
+x and f_out are read once, out written once. x and f_out are copied SL steps of 64 columns ahead, in whole lines. A
+thread reads 8 neighbouring columns of two tokens, mixes them, stores them and multiplies them without a change of
+layout: phi's columns are permuted so that these registers form the left operand of wgmma. Its right operand are three
+bf16 terms of phi's 24 rows, as 64 and 8 rows, since no tensor of Triton can have 72 (of 8 rows, as 16 and 8). Few
+products are wanted: from Triton 3.8 on each has a copy of the left operand's registers.
 """
 
 from triton.experimental import gluon

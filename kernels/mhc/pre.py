@@ -1,5 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of mHC's pre: a split-K projection, then collapse and coefficients in one launch (arXiv 2512.24880)."""
+"""The forward of mHC's pre: a split-K projection, then collapse and coefficients in one launch (arXiv 2512.24880).
+
+    h_mix = phi @ (gamma * vec(x[t])),  z = alpha * h_mix * inv_rms + bias
+    h_pre = sigmoid(z) + hc_eps,  h_post = post_mult * sigmoid(z) + post_eps,  h_res = sinkhorn(z)
+    h_in = sum_i h_pre[i] * x[t, i]
+
+x[T, n, D] and phi[M, n D] are contiguous. A projection program takes BT tokens, BK of K = n D columns a step, and one
+of 4 groups of 8 sections of K; up to 512 tokens one section, so that few tokens fill the device too. A collapse
+program takes BD columns of one token, a coefficients program BC tokens. Memory bounds both launches: x is read twice,
+h_in written once. phi's bf16 terms are split once, by a launch of their own, except for few tokens; the products run
+on tensor cores; the coefficients' programs with their Sinkhorn iterations hide behind the collapse, which begins with
+the tokens that the projection left in the L2.
+"""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of single-pass mHC that pre and post do not have: coefficients alone, collapse with given weights."""
+"""Kernels of single-pass mHC that pre and post do not have: coefficients alone, collapse with given weights.
+
+    h_in = sum_i h_pre[i] * x[i];  dx[i] = h_pre[i] * dh_in,  dh_pre[i] = <dh_in, x[i]>
+
+x[T, n, D] is contiguous, h_pre[T, n] was known before x. A program has BC tokens of the coefficients, BD columns of
+one token of the collapse, or one token of its gradient, BD columns a step. Bytes bound the collapse and its gradient:
+each vector of D is read or written once, and the dot products stay in registers to the end of the token.
+"""
 
 import triton
 import triton.language as tl

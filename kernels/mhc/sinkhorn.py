@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Sinkhorn iterations of mHC on given logits, and their gradient."""
+"""The Sinkhorn iterations of mHC on given logits, and their gradient.
+
+logits[T, n, n] contiguous; ``common.py`` has the steps. A program has BC tokens in one warp (32 of 4 x 4), as one tile
+[BC, NP, NP] in registers, so that nothing but logits and result moves through memory forward; the backward also writes
+and reads the divisors. The chain of 2 ITERS dependent sums bounds both: one warp has no barriers to wait for.
+"""
 
 import triton
 import triton.language as tl

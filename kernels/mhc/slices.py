@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coefficients and collapse from partial sums over slices of columns, which ``gluon_post_project.py`` writes."""
+"""Coefficients and collapse from partial sums over slices of columns, which ``gluon_post_project.py`` writes.
+
+The formulas are those of ``pre.py``, for four streams; part[S, T, MP] has each slice's products with phi's rows and
+its sum of squares. A program has BC tokens (coefficients) or BD columns of one token (h_in = sum_i h_pre[i] * x[i]),
+in one launch. Bytes bound it: the streams are read once more and h_in is written. The S parts of a token are summed as
+one tile [S, 4]: added one after the other, they were slower (docs/tuning.md).
+"""
 
 import triton
 import triton.language as tl

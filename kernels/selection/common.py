@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared functions of the selection kernels: list entries of key tiles, and a query's keys in a tile.
 
-The rows of a program are QT neighbouring queries x HB heads of one group: row = query * HB + head.
+The rows of a program are QT neighbouring queries x HB heads of one group: row = query * HB + head. An entry of a list
+packs a key tile and a bit for each query that selects any key of it; the keys of a tile that a query selects are the
+bits of one word, which each row unpacks by a shift.
 """
 
 import triton

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-row inputs of the backward (the softmax's normaliser in log2 units, and delta), and the gradient of the sinks."""
+"""Per-row inputs of the backward (the softmax's normaliser in log2 units, and delta), and the gradient of the sinks.
+
+    delta = <dout, o> - dlse (with a sink, * exp(lse_total - lse))
+    dsink = -sum over tokens of exp(sink - lse_total) <dout, o>
+
+o and dout are [B, S, G, h, Dv]. A program has ROWS of these rows, whole; of the sinks' gradient one of PARTS equal
+runs of tokens x COLS heads, which a last kernel adds in order. Bytes bound it: o and dout are read once.
+"""
 
 import triton
 import triton.language as tl

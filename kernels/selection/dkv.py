@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dK and dV, key by key: a key tile gathers the queries that select it.
+"""dK and dV, key by key: a key tile gathers the queries that select it; dv = p.T @ dout, dk = scale * ds.T @ q.
 
 A unit is (b, g, key tile). The iterations of all units (ROWS rows of queries x heads each) form one sequence, cut into
-P equal runs, one per program. A program writes a unit that lies inside its run at once. If several runs share a unit,
-each program writes its part to a slot, and the slots are added in order.
+P equal runs, one per program, since one tile (block 0) may have as many queries as all others together. A program
+writes a unit that lies inside its run at once. If several runs share a unit, each program writes its part to a slot,
+and the slots are added in order: no atomics. Products bound it, four an iteration: hardly a row is wasted on a query
+that does not select the tile, whole tiles are walked without masks, and a unit costs SETUP iterations in the shares,
+since small tiles take longer than their rows.
 """
 
 import triton

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """dK and dV for few queries, as in decoding.
 
-Most key tiles are selected by no query; the same kernel writes their zeros.
+``dkv.py`` has the formulas. A program has TILES neighbouring tiles of BN keys, and takes one tile, one query and ROWS
+of its heads at a time. The zeros bound it: most key tiles are selected by no query, and dk, dv[B, G, S_kv, D] must be
+written whole. So one kernel writes the zeros of many tiles at a time and handles the few others on its way; their
+queries are the bits of a word, and a query's pieces take one wide load in place of a search, since a chain of loads
+costs more than the products.
 """
 
 import triton

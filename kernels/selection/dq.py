@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dQ of selection attention, the tile path.
+"""dQ of selection attention, the tile path: dq = scale * ds @ k, ds = p * (dout @ v.T - delta), p = exp(score - lse).
 
-As in the forward, a program takes a tile of queries x heads over the union of its key tiles.
+As in the forward, a program takes QT queries x HB heads of a group over the union of their key tiles, of BN keys, in
+the order of the same lists. Products bound it, three a tile. Two programs a multiprocessor hide each other's waits,
+better than longer pipelines did: so 64 rows and two stages, whose tiles leave room for the second program.
 """
 
 import triton

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of selection attention, the tile path.
+"""The forward of selection attention, the tile path: o = softmax(scale * q @ k.T over the selected keys) @ v, and lse.
 
-A program takes QT neighbouring queries x HB heads of a group over the union of their key tiles.
+q[B, S, G, h, Dk], k, v[B, G, S_kv, D], any strides but the last. A program takes QT neighbouring queries x HB heads of
+a group (64 rows where shared memory has room) over the union of their key tiles, BN keys each. Products bound it:
+several queries fill the rows of the tensor cores' tiles. The list of tiles (``tile_lists.py``) puts first those that
+every query selects whole or not at all: they need one bit a row and no comparison, and no branch stands around a load,
+so that copies run ahead, the next entry one step before its tile. Then come tiles of which a part is selected, at last
+those with a NaN or an infinity.
 """
 
 import triton

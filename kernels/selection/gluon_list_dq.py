@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """dQ over lists of keys whose values are a part of the keys' own rows, and the factors of dK, with wgmma (sm_90).
 
-A program has 64 heads of a query and three warpgroups. The first computes the scores of a tile of 32 keys, the weights and
-their gradients, and the left half of dQ's columns; the second dO V^T, a tile ahead, and the right half; the third copies.
+``list_dq.py`` has the formulas. A program has 64 heads of a query and three warpgroups. The first computes the scores
+of a tile of 32 keys, the weights and their gradients, and the left half of dQ's columns; the second dO V^T, a tile
+ahead, and the right half; the third copies. Shared memory limits it: q, dO and two tiles fill a multiprocessor's, and
+products of 32 keys read both factors from there. Each key's row is gathered once for K, V and dQ.
 """
 
 from triton.experimental import gluon

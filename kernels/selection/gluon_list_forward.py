@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward over lists of keys whose values are a part of the keys' own rows, with wgmma (sm_90).
 
-A program has 64 heads of a query and three warpgroups. The first computes the scores of a tile of 64 keys, their softmax,
-and the left half of the result's columns. It passes the weights through shared memory to the second, which computes the
-right half while the softmax of the next tile runs. The third copies each key's row to shared memory once.
+``list_forward.py`` has the formula. A program has 64 heads of a query, a split of its keys, and three warpgroups. The
+first computes the scores of a tile of 64 keys, their softmax, and the left half of the result's columns. It passes the
+weights through shared memory to the second, which computes the right half while the softmax of the next tile runs. The
+third copies each key's row to shared memory once. Half of a tile's time are the scores' reads of both factors from
+shared memory; the right half starts when the next tile's scores are there, so that the tensor cores do not idle during
+the softmax.
 """
 
 from triton.experimental import gluon

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of dK over lists of keys whose values are a part of the keys' own rows, with wgmma (sm_90).
 
-For more than 64 heads. A program has a query and 256 columns of its rows, and half of the columns beyond the values. q and
-dO stay in shared memory.
-One warpgroup copies tiles of 64 keys of the scores' gradients and of the weights. The other two each take every second tile
-and multiply in turn, so that one multiplies while the other scales or stores.
+    part[row, j] = scale * ds[:, j] @ q (+ p[:, j] @ dO in the columns of the values), over the heads of a query
+
+For more than 64 heads. A program has a query and 256 columns of its rows, and half of the columns beyond the values. q
+and dO stay in shared memory. One warpgroup copies tiles of 64 keys of the scores' gradients and of the weights. The
+other two each take every second tile and multiply in turn, so that one multiplies while the other scales or stores.
+The bytes of the rows bound it, whose stores hold a warpgroup up.
 """
 
 from triton.experimental import gluon

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of listed keys in shared memory: their places, their barriers, and the warpgroup that copies them (sm_90).
 
-The other two warpgroups take the left and the right half of the columns. Each half of a place is free as soon as nothing
-reads it any more; the tail, columns that are no part of the values, is free with the right half.
+A program has 64 heads of a query and three warpgroups. One copies tiles [BN, columns] of gathered rows, RING of them
+in flight, and each row once; the other two take the left and the right half of the columns. Each half of a place is
+free as soon as nothing reads it any more; the tail, columns that are no part of the values, is free with the right
+half.
 """
 
 from triton.experimental import gluon

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over one part of the keys after the other: joining two parts' results, and splitting their gradients."""
+"""Attention over one part of the keys after the other: joining two parts' results, and splitting their gradients.
+
+    o = sum_p exp(lse_p - total) o_p,  lse = log(sum_p exp(lse_p)),  total = lse with the sink
+    do_p = exp(lse_p - total) dout,  dlse_p = exp(lse_p - total) <dout, o_p - o> + exp(lse_p - lse) dlse
+
+o is [rows, Dv], lse [rows]. A program has ROWS whole rows, a tile [ROWS, Dv]. Bytes bound it: each element is read and
+written once, where torch's operators pass over the rows several times.
+"""
 
 import triton
 import triton.language as tl

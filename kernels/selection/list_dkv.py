@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dK and dV of selection attention over lists of keys.
+"""dK and dV of selection attention over lists of keys: dk = sum over the queries of ds.T @ q, dv = sum of p.T @ dout.
 
 For a chunk of queries: the rows that each pair of query and key adds to dK and dV, then their sum over the queries of
-each key, one after the other in the order of the queries. The sums are therefore the same for any size of the chunks.
+each key, one after the other in the order of the queries. The sums are therefore the same for any size of the chunks,
+without atomics. A program of the rows has a query, all its heads and DC columns, tiles of BN keys; one of the sums a
+key and DC columns. Bytes bound both, since rows are written and read once: rows are bf16 for bf16 inputs, four tiles
+are in flight, and a table [keys, queries of the chunk] says which rows are a key's, so that 16 of them can be asked
+for at a time.
 """
 
 import triton

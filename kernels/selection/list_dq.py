@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dQ of selection attention over lists of keys, and the factors of dK and dV."""
+"""dQ of selection attention over lists of keys, and the factors of dK and dV.
+
+    p = exp(score - lse),  ds = p * (dout @ v[keys].T - delta),  dq = scale * ds @ k[keys]
+
+Programs as in the forward: one split of one query's keys, HB heads, tiles of BN keys. p and ds[heads, keys] are also
+written, in the dtype of the products, for ``list_dkv.py``, which computes no score again. Gathered rows and products
+bound it, three of these a tile; queries and dO stay on the chip where they fit (HELD). ``selection_list_totals`` sums
+a row's weights once more where |lse| is so large that its rounding shows.
+"""
 
 import triton
 import triton.language as tl

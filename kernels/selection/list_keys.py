@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Canonical lists of keys: for each query the distinct keys that it selects and sees, in increasing order."""
+"""Canonical lists of keys: for each query the distinct keys that it selects and sees, in increasing order.
+
+indices[B, S, G, NI] -> keys[B, S, G, N], counts[B, S, G]. One program a row, its list one tile in registers. A sort
+would take most of the time: a scan sees whether a list is increasing already, as ``index_topk`` makes them, and only
+others are sorted, with their places where a bias goes along.
+"""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dQ of selection attention under a mask, and what a row's weights are computed from under a mask of floats."""
+"""dQ of selection attention under a mask, and what a row's weights are computed from under a mask of floats.
+
+    ds = w * (share * dout @ v.T - delta),  w = exp(scale * q @ k.T + mask - base),  dq = scale * ds @ k
+
+A program takes QT queries x HB heads of a group over the lists of ``mask_tiles.py``, as the forward. Products bound
+it, three a tile. Rows of q and dO are read again for every tile, which leaves registers for wider tiles of keys; tiles
+that are seen whole need no mask. ``selection_mask_shares`` sums the weights of rows of nothing but fills once more,
+whose lse is rounded.
+"""
 
 import triton
 import triton.language as tl
@@ -49,7 +57,7 @@ def selection_mask_shares(
         gap = tl.load(sink_ptr + g * H + head, mask=head < H, other=0.0).to(tl.float32) - lse
         share = tl.where(some, 1.0 / (1.0 + tl.exp(tl.minimum(gap, 88.0))), 0.0)
     if SINK and DLSE:
-        # Beside such a sink nothing is left of P, but lse keeps its gradient.
+        # Next to such a sink nothing is left of P, but lse keeps its gradient.
         dlse = tl.load(dlse_ptr + at, mask=live, other=0.0)
         delta = tl.where(some & (gap > 80.0), -dlse, delta * share)
     else:

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which key tiles each tile of queries sees under a mask, found in one pass over the mask, and lists of them."""
+"""Which key tiles each tile of queries sees under a mask, found in one pass over the mask, and lists of them.
+
+mask[B, S, G, S_kv] of bools or floats, any strides -> codes[B, G, NQ, NT] -> lists, by queries or by keys. A program
+of the pass has QT queries and TB tiles of BN keys at a time; of the lists one list. The mask's bytes bound it: they
+are read once, with loads as wide as strides allow, and a mask that is broadcast over batch or groups is read once for
+all of them.
+"""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of key tiles that hold a NaN or an infinity, which a product would spread even with a probability of 0."""
+"""Flags of key tiles that hold a NaN or an infinity, which a product would spread even with a probability of 0.
+
+k, v[B, G, S_kv, D] -> flags[B, G, NT] int32. A program has one tile of BN keys, DC columns at a time. Bytes bound it:
+K and V are read once, so that the attention's main loops need no test.
+"""
 
 import triton
 import triton.language as tl

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canonical ranges: for each query sorted, disjoint pieces of absolute key positions, clipped to its own keys.
 
-Pieces i of a row are ``[starts[i], ends[i])``. Starts do not decrease. The part that an earlier piece already covers is
-cut off, which may leave an empty piece ``[x, x)``. A key x is selected if and only if the last piece with
-``starts[i] <= x`` has ``x < ends[i]``.
+ranges[B, S, G, R, 2] -> starts, ends[B, G, S, R]. Pieces i of a row are ``[starts[i], ends[i])``. Starts do not
+decrease. The part that an earlier piece already covers is cut off, which may leave an empty piece ``[x, x)``. A key x
+is selected if and only if the last piece with ``starts[i] <= x`` has ``x < ends[i]``. A program has ROWS neighbouring
+queries of one group, as a tile [ROWS, R]. Instructions bound it: up to 32 ranges all pairwise comparisons give the
+order, above them a sort, within one warp where there are many rows, so that it exchanges nothing through shared
+memory.
 """
 
 import triton

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a matrix as a tuple of tiles: NM tiles of MC columns, then one of TC columns if TC is not 0."""
+"""Rows of a matrix as a tuple of tiles: NM tiles of MC columns, then one of TC columns if TC is not 0.
+
+A program pads a width such as 576 to 512 + 64 in place of 1024, which would double its registers, shared memory and
+products. Rows may be gathered: p + at names each; its columns lie next to each other.
+"""
 
 import triton
 import triton.language as tl

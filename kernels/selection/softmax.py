@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The softmax over keys that arrive in tiles. Logits are in log2 units, or in natural ones, which never overflow."""
+"""The softmax over keys that arrive in tiles. Logits are in log2 units, or in natural ones, which never overflow.
+
+A program keeps the largest logit and the sum of weights of each of its rows: a tile multiplies what came before by
+exp(old - new maximum), so that scores are never written to memory and every key is read once.
+"""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits of the keys of one query, each of which a program takes for a block of heads, and what it writes."""
+"""Splits of the keys of one query, each of which a program takes for a block of heads, and what it writes.
+
+Programs [B * G, S, heads / HB, NS]: with few queries, as in decoding, NS programs share the keys of one, in even
+parts, so that they fill the device. Each writes its normalised output and log-sum-exp; ``selection_combine`` joins
+them. With one split the output is written at once.
+"""
 
 import triton
 import triton.language as tl
