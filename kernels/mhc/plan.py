@@ -50,7 +50,7 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
 def precision(b: Any, x: Any, *weights: Any) -> tuple[int, str]:
     """Returns the number of bf16 terms of an fp32 factor and the input_precision of an fp32 product.
 
-    See docs/design.md, precision.
+    See docs/design.md, decision 6.
     """
     if b.dtype(x) != b.bf16:
         return 0, "tf32x3" if b.device_props().backend == "cuda" else "ieee"
