@@ -3,23 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from torch import Tensor
 from transformers import DeepseekV4Config
 
 from benchmarks import deepseek_model
-from mhc_inductor.routing import Graph, Proposal
-from tests.gated_norm import aten, norm_formula
 
-__all__ = ["Graph", "Iterator", "Proposal", "aten", "config", "gate", "input_ids", "model", "w", "x"]
+__all__ = ["config", "input_ids"]
 
 size = deepseek_model.TINY
 config: DeepseekV4Config = deepseek_model.config(size)
 input_ids = torch.randint(size.vocab, (size.batch, size.seq))
-x, w, gate = torch.randn(4, 16), torch.randn(16), torch.randn(4, 16)
-
-
-def model(x: Tensor, w: Tensor, gate: Tensor) -> Tensor:
-    return norm_formula(x, w, gate, 1e-5)

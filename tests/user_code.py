@@ -22,8 +22,6 @@ ROOT = pages.ROOT
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 GIVEN = {
     "README.md": "from tests.given import config, input_ids",
-    "docs/index.md": "from tests.given import config, input_ids",
-    "docs/route_your_own.md": "import torch; from tests.given import *",
 }
 """The names that a page takes as given: the statement that imports them, typed."""
 UNTYPED = ("torch", "transformers", "accelerate")
