@@ -3,8 +3,8 @@
 
 score[j] = sum over the heads of a group of exp(scale * q @ compressed k.T - lse), weighed by the strides that a
 compressed key shares with block j. A program takes QT queries x HB heads, NT blocks at a time (scores), or ROWS
-queries, JB blocks at a time (the best). Products and exponentials bound the first: the sum over heads stays in
-registers, and what a key adds to the next block is stored apart, since an addition between programs would need an
+queries, JB blocks at a time (the best). By count products and exponentials bound the first: the sum over heads stays
+in registers, and what a key adds to the next block is stored apart, since an addition between programs would need an
 order. In the second a candidate is one integer, score above index, so that ties need no code; blocks that beat nothing
 are skipped together.
 """

@@ -2,10 +2,10 @@
 """Selection attention, the gather path: a program takes some of the keys that one query selects, for up to HB heads.
 
 The forward, its combination of splits, and dQ. Position p of a selection of n keys is its p-th key in increasing
-order; a program has one of NS even splits of these positions, in tiles of BN keys. Bytes bound it: only selected keys
-and values are read, by one query, from memory (decoding) or the L2. Ranges become keys in the program itself (up to 64
-ranges, which saves a launch), one tile ahead of the loads; splits of a long cache fill the device, and are even
-whatever the ranges are.
+order; a program has one of NS even splits of these positions, in tiles of BN keys. Bytes bound it, of which only those
+of selected keys and values are read; in decoding also launches and what comes before the first key. Ranges become keys
+in the program itself (up to 64 ranges, which saves a launch), one tile ahead of the loads; splits of a long cache fill
+the device, and are even whatever the ranges are.
 """
 
 import triton

@@ -4,9 +4,9 @@
     p = exp(score - lse),  ds = p * (dout @ v[keys].T - delta),  dq = scale * ds @ k[keys]
 
 Programs as in the forward: one split of one query's keys, HB heads, tiles of BN keys. p and ds[heads, keys] are also
-written, in the dtype of the products, for ``list_dkv.py``, which computes no score again. Gathered rows and products
-bound it, three of these a tile; queries and dO stay on the chip where they fit (HELD). ``selection_list_totals`` sums
-a row's weights once more where |lse| is so large that its rounding shows.
+written, in the dtype of the products, for ``list_dkv.py``, which computes no score again. By count products bound it,
+three a tile, and rows gathered from the L2; queries and dO stay on the chip where they fit (HELD).
+``selection_list_totals`` sums a row's weights once more where |lse| is so large that its rounding shows.
 """
 
 import triton

@@ -2,10 +2,10 @@
 """The forward of selection attention over lists of keys: o = softmax(scale * q @ k[keys].T + bias) @ v[keys], and lse.
 
 q[B, S, G, h, Dk], k, v[B, G, S_kv, D], any strides but the last; keys[B, S, G, N] are canonical (``list_keys.py``).
-One program: one split of one query's keys, HB of its heads, tiles of BN keys. Gathered rows from the L2 bound it, and
-products: the heads of one query fill the rows of a tile, so that a key's row is read once for all of them, once for K
-and V where V is a part of K (SHARED), and keys are loaded one tile ahead of the rows that they name. On sm_90
-``gluon_list_forward.py`` runs in its place for rows of 512 to 576 columns (``lists_gluon.py``).
+One program: one split of one query's keys, HB of its heads, tiles of BN keys. By count rows gathered from the L2 bound
+it, and products nearly: the heads of one query fill the rows of a tile, so that a key's row is read once for all of
+them, once for K and V where V is a part of K (SHARED), and keys are loaded one tile ahead of the rows that they name.
+On sm_90 ``gluon_list_forward.py`` runs in its place for rows of 512 to 576 columns (``lists_gluon.py``).
 """
 
 import triton

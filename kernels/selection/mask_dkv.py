@@ -4,8 +4,8 @@
 ``mask_dq.py`` has w, share and delta: dv = (w share).T @ dout, dk = scale * ds.T @ q. Work is shared out as in
 :mod:`dkv`: one tile may be seen by all queries, the next by few, and the longest list of queries would set the time.
 So the iterations of all tiles of BN keys, QT queries x HB heads each, are cut into P equal runs, one a program, and
-tiles that several programs share go through slots that are added in order. Products bound it; queries that see a tile
-whole are walked without the mask.
+tiles that several programs share go through slots that are added in order. By count products bound it; queries that
+see a tile whole are walked without the mask.
 """
 
 import triton

@@ -3,10 +3,10 @@
 
     ds = w * (share * dout @ v.T - delta),  w = exp(scale * q @ k.T + mask - base),  dq = scale * ds @ k
 
-A program takes QT queries x HB heads of a group over the lists of ``mask_tiles.py``, as the forward. Products bound
-it, three a tile. Rows of q and dO are read again for every tile, which leaves registers for wider tiles of keys; tiles
-that are seen whole need no mask. ``selection_mask_shares`` sums the weights of rows of nothing but fills once more,
-whose lse is rounded.
+A program takes QT queries x HB heads of a group over the lists of ``mask_tiles.py``, as the forward. By count products
+bound it, three a tile. Rows of q and dO are read again for every tile, which leaves registers for wider tiles of keys;
+tiles that are seen whole need no mask. ``selection_mask_shares`` sums the weights of rows of nothing but fills once
+more, whose lse is rounded.
 """
 
 import triton

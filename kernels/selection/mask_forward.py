@@ -2,9 +2,9 @@
 """The forward of selection attention under a mask: o = softmax(scale * q @ k.T + mask) @ v, and lse.
 
 A program takes QT neighbouring queries x HB heads of a group, 64 rows or fewer, over the key tiles that one of them
-sees, BN keys each. Products bound it: tiles that no query sees are skipped, those that all see whole are walked
-without reading the mask, and V is not read where it is a part of K (SHARED). Where K or V hold a NaN or an infinity,
-tiles that are seen in part take another, slower walk, so that the fast ones need no test.
+sees, BN keys each. By count products bound it: tiles that no query sees are skipped, those that all see whole are
+walked without reading the mask, and V is not read where it is a part of K (SHARED). Where K or V hold a NaN or an
+infinity, tiles that are seen in part take another, slower walk, so that the fast ones need no test.
 """
 
 import triton
