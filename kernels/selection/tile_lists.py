@@ -2,8 +2,9 @@
 """The lists of key tiles that each tile of queries visits.
 
 From bitmaps of 32 queries x key tiles to tiles[B, G, NQ, NT], from the front those that each query selects whole or
-not at all, from the back the others. A program has one tile of QT queries and TB key tiles at a time. It reads the
-bitmaps once (twice where a tile holds a NaN) and has no other work to speak of: both counts come from one scan.
+not at all, from the back the others (IN_ORDER: all). A program has one tile of QT queries and TB key tiles at a time.
+It reads the bitmaps once (twice where a tile holds a NaN) and has no other work to speak of: both counts come from one
+scan.
 """
 
 import triton
