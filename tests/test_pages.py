@@ -168,6 +168,17 @@ def test_the_size_of_routing_is_as_the_design_says() -> None:
     assert abs(lines - int(said.replace(",", ""))) < 200, lines
 
 
+def test_the_design_is_short_and_experiments_open_with_their_conclusions() -> None:
+    """Today's decisions alone; what was tried has a table of contents, and each section begins with what came of it."""
+    assert len((ROOT / "docs/design.md").read_text().splitlines()) <= 350
+    contents, *sections = re.split(r"^##+ ", (ROOT / "docs/tuning.md").read_text(), flags=re.MULTILINE)
+    linked = [" ".join(title.split()) for title in re.findall(r"\[([^]]+)\]\(#", contents)]
+    assert linked == [section.partition("\n")[0] for section in sections]
+    assert [
+        s.partition("\n")[0] for s in sections if not s.partition("\n")[2].lstrip().startswith("**In short:** ")
+    ] == []
+
+
 # ---- words
 
 
