@@ -386,7 +386,7 @@ def deepseek(
 ) -> None:
     """Measures DeepSeek-V4 end to end: eager, compiled, compiled with the plugin; with and without checkpointing."""
     from . import deepseek_model, deepseek_v4
-    from .deepseek_worker import PARTS, VARIANTS
+    from .deepseek_v4 import PARTS, VARIANTS
 
     where = _device(device)
     tiny = tiny or where == "cpu"
@@ -400,8 +400,8 @@ def deepseek(
     )
     whole = settings.variants == VARIANTS and settings.parts == PARTS
     stem = "deepseek_v4" + ("-tiny" if tiny else "") + ("" if whole else "-partial")
-    driver = deepseek_v4.Driver(settings, keep, lambda text: console.print(text, highlight=False))
-    result = deepseek_v4.gather(settings, driver.run())
+    rows = deepseek_v4.run(settings, keep, lambda text: console.print(text, highlight=False))
+    result = deepseek_v4.gather(settings, rows)
     out.mkdir(parents=True, exist_ok=True)
     deepseek_v4.write(result, out / f"{stem}.json")
     console.print(deepseek_v4.table(result), highlight=False, markup=False, soft_wrap=True)

@@ -43,22 +43,8 @@ class Size:
 
 TINY = Size(2, 64, 2, 32, 32, 16, 2, 16, 8, 4, 32, 256, 2, 64)
 """For runs on a CPU. Its figures say nothing about a GPU."""
-PUBLISHED = Size(
-    dim=4096,
-    heads=64,
-    head_dim=512,
-    lora=1024,
-    out_lora=1024,
-    index_heads=64,
-    index_dim=128,
-    index_topk=512,
-    experts=16,
-    expert_dim=2048,
-    vocab=32768,
-    out_groups=8,
-    per_token=6,
-    kinds=("heavily_compressed_attention", "compressed_sparse_attention") * 2,
-)
+_KINDS = ("heavily_compressed_attention", "compressed_sparse_attention") * 2
+PUBLISHED = Size(4, 4096, 64, 512, 1024, 1024, 64, 128, 512, 16, 2048, 32768, out_groups=8, per_token=6, kinds=_KINDS)
 """DeepSeek-V4-Flash's widths, with 4 layers and 16 experts."""
 
 
@@ -66,26 +52,14 @@ def config(size: Size) -> Any:
     """Returns the ``DeepseekV4Config`` of a size; transformers 5.17 and 5.23 have the same fields."""
     from transformers import DeepseekV4Config
 
-    return DeepseekV4Config(
-        vocab_size=size.vocab,
-        hidden_size=size.dim,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        head_dim=size.head_dim,
-        q_lora_rank=size.lora,
-        layer_types=None if size.kinds is None else [*size.kinds],
-        o_groups=min(size.out_groups, size.heads),
-        o_lora_rank=size.out_lora,
-        index_n_heads=size.index_heads,
-        index_head_dim=size.index_dim,
-        index_topk=size.index_topk,
-        n_routed_experts=size.experts,
-        num_experts_per_tok=size.per_token,
-        moe_intermediate_size=size.expert_dim,
-        num_hash_layers=1,
-        max_position_embeddings=max(4096, size.seq),
-        use_cache=False,
-    )
+    given = {"vocab_size": size.vocab, "hidden_size": size.dim, "num_hidden_layers": size.layers, "num_hash_layers": 1}
+    given |= {"num_attention_heads": size.heads, "head_dim": size.head_dim, "q_lora_rank": size.lora}
+    given |= {"o_groups": min(size.out_groups, size.heads), "o_lora_rank": size.out_lora}
+    given |= {"index_n_heads": size.index_heads, "index_head_dim": size.index_dim, "index_topk": size.index_topk}
+    given |= {"n_routed_experts": size.experts, "num_experts_per_tok": size.per_token}
+    given |= {"moe_intermediate_size": size.expert_dim, "max_position_embeddings": max(4096, size.seq)}
+    kinds = None if size.kinds is None else [*size.kinds]
+    return DeepseekV4Config(**given, layer_types=kinds, use_cache=False)
 
 
 def build(size: Size, device: torch.device, dtype: torch.dtype, seed: int = 0) -> torch.nn.Module:

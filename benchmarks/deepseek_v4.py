@@ -11,19 +11,22 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
+import functools
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from . import deepseek_model, environment, report
-from .deepseek_worker import PARTS, VARIANTS, Job
+from . import deepseek_model, processes, report, routing
+from .processes import Row, counted, figure
 
+VARIANTS = ("eager", "torch.compile", "trivial", "mhc_inductor")
+PARTS = ("forward", "training", "checkpointed")
 # One H200, torch 2.11, 4 layers, D = 2048, 2 x 2048 tokens: bar and goal of mhc_inductor (ms, s, GiB).
 BARS = {
     "forward_ms": (11.2, 10.4),
@@ -36,12 +39,29 @@ RECORD_COMPILE_S = 31.0
 """Seconds plain torch.compile took for the forward on the machine of the bars; scales compile times to that machine."""
 ALONE = ("mhc_inductor", "torch.compile-forward", "trivial-forward")
 """The variants and single jobs whose compile times are compared."""
-_LABELS = {
-    "eager": "eager",
-    "torch.compile": "torch.compile",
+_LABELS = {v: v for v in VARIANTS} | {
     "trivial": "torch.compile, mHC coefficients made trivial",
     "mhc_inductor": 'backend="mhc_inductor"',
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one process measures. ``size`` holds the fields of :class:`benchmarks.deepseek_model.Size`."""
+
+    variant: str
+    part: str
+    device: str
+    size: dict[str, Any]
+    rounds: int = 30
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-{self.part}"
+
+    @property
+    def named(self) -> Row:
+        return {"variant": self.variant, "part": self.part}
 
 
 @dataclasses.dataclass
@@ -58,14 +78,9 @@ class Settings:
 
     def plan(self) -> list[Job]:
         """Returns the jobs, longest compile first."""
-        slow = ("torch.compile", "mhc_inductor", "trivial", "eager")
-        size = dataclasses.asdict(self.size)
-        return [
-            Job(v, p, self.device, size, self.rounds)
-            for p in reversed(PARTS)
-            for v in slow
-            if v in self.variants and p in self.parts
-        ]
+        slow, size = ("torch.compile", "mhc_inductor", "trivial", "eager"), dataclasses.asdict(self.size)
+        pairs = [(v, p) for p in reversed(PARTS) for v in slow if v in self.variants and p in self.parts]
+        return [Job(v, p, self.device, size, self.rounds) for v, p in pairs]
 
     def compiles_alone(self, job: Job) -> bool:
         return job.variant in self.alone or job.name in self.alone
@@ -75,6 +90,78 @@ class Settings:
         return max(1, min(32, os.cpu_count() or 1) // (1 if self.compiles_alone(job) else self.jobs))
 
 
+# ---- one process
+
+
+def measure(job: Job, tell: Callable[[str], None]) -> Row:
+    """Builds, calls ``tell("ready")``, compiles, calls ``tell("compiled")`` and times; returns the row.
+
+    Times are in ms, compile times in s, memory in GiB. The row also has the loss and the norm of the gradients.
+    """
+    device, ours, trains = torch.device(job.device), job.variant == "mhc_inductor", job.part != "forward"
+    cuda, size = device.type == "cuda", deepseek_model.Size(**job.size)
+    model = deepseek_model.build(size, device, torch.bfloat16 if cuda else torch.float32).train(trains)
+    ids = deepseek_model.tokens(size, device)
+    if job.part == "checkpointed":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    call: Any = model
+    if ours:
+        import mhc_inductor  # registers the backend in a checkout that is not installed
+    if job.variant != "eager":
+        call = torch.compile(model, backend="mhc_inductor" if ours else "inductor")
+
+    def step() -> torch.Tensor:
+        if not trains:
+            with torch.no_grad():
+                return call(input_ids=ids).logits
+        model.zero_grad(set_to_none=True)
+        loss = call(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach()
+
+    seconds = functools.partial(processes.seconds, step, device)
+    row = job.named | {"parameters": sum(p.numel() for p in model.parameters())}
+    with (
+        deepseek_model.trivial_coefficients() if job.variant == "trivial" else contextlib.nullcontext(),
+        routing.watched() if ours else contextlib.nullcontext() as reports,
+    ):
+        tell("ready")
+        first = [seconds(), seconds()]
+        if cuda:
+            torch.cuda.empty_cache()
+        tell("compiled")
+        for _ in range(3):
+            seconds()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        row["samples_ms"] = [round(1e3 * seconds(), 4) for _ in range(job.rounds)]
+        loss = step()
+    row["median_ms"] = statistics.median(row["samples_ms"])
+    row |= _results(model, loss, ids, trains)
+    if job.variant != "eager":
+        row["compile_s"] = sum(first) - 2 * row["median_ms"] / 1e3
+    if reports is not None:
+        row["routing"] = routing.summary(reports) | {"counters": mhc_inductor.counters()}
+        row["routing"]["share_of_compile"] = row["routing"]["seconds"] / row["compile_s"]
+    return row
+
+
+def _results(model: torch.nn.Module, found: torch.Tensor, ids: torch.Tensor, trains: bool) -> Row:
+    """Returns the loss, the peak of memory, and what the gradients are."""
+    if not trains:
+        found = torch.nn.functional.cross_entropy(found[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    row: Row = {"loss": found.item()}
+    if ids.is_cuda:
+        row["peak_gib"] = torch.cuda.max_memory_allocated(ids.device) / 2**30
+    if trains:
+        squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+        row["gradient_norm"] = torch.stack(squares).sum().sqrt().item()
+        row["parameters_without_gradient"] = [n for n, p in model.named_parameters() if p.grad is None]
+    return row
+
+
+# ---- the run
+
 _IMPORTED = """
 import torch, torch._inductor.config as config
 config.force_disable_caches = True
@@ -83,226 +170,142 @@ torch.compile(lambda x: (x @ x).sin().sum(-1))(torch.ones(64, 64, device="{devic
 """A script that compiles once, to import the modules that a compile imports and cache their byte code."""
 
 
-def _environment(bytecode: pathlib.Path | None) -> dict[str, str]:
-    """Returns the environment of a worker.
+def run(settings: Settings, folder: pathlib.Path, step: Callable[[str], None]) -> list[Row]:
+    """Returns the rows of all jobs in the plan's order; a failed row has "error" and the end of its output.
 
-    ``bytecode`` is a folder for Python's byte code. If the installation cannot keep byte code, every process would
-    otherwise compile 360 modules of torch.
+    Finished rows are kept in ``folder``, so that a later run can reuse them; so is Python's byte code: if the
+    installation cannot keep it, every process would otherwise compile 360 modules of torch.
     """
-    paths = os.pathsep.join(filter(None, [str(environment.ROOT), os.environ.get("PYTHONPATH")]))
-    kept = {"PYTHONPYCACHEPREFIX": str(bytecode)} if bytecode else {}
-    return {**os.environ, "PYTHONPATH": paths, **kept}
+    folder.mkdir(parents=True, exist_ok=True)
+    plan, cached = settings.plan(), {"PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+    rows = {job.name: row for job in plan if (row := processes.kept(folder, job))}
+    todo = [job for job in plan if job.name not in rows]
+    if any(job.variant != "eager" for job in todo):
+        step("importing")
+        words = [sys.executable, "-c", _IMPORTED.format(device=settings.device)]
+        subprocess.run(words, env=processes.environ(**cached), stderr=subprocess.DEVNULL, check=False)
+    workers = {}
+    for job in todo:
+        env = {"TORCHINDUCTOR_COMPILE_THREADS": str(settings.threads(job))} | (cached if job.variant != "eager" else {})
+        workers[job.name] = processes.begin("deepseek_v4", job, folder, processes.environ(**env))
+    for worker in workers.values():
+        worker.answer()  # ready
+
+    def go_on(job: Job, to: str) -> processes.Worker:
+        step(f"{job.name}: {to}")
+        workers[job.name].tell("go on")
+        return workers[job.name]
+
+    def finish(job: Job) -> None:
+        of = {"compiled_alone": settings.compiles_alone(job), "compile_threads": settings.threads(job)}
+        rows[job.name] = processes.finish(go_on(job, "timing"), job, folder, **of)
+
+    alone = [job for job in todo if settings.compiles_alone(job)]
+    others = [job for job in todo if not settings.compiles_alone(job)]
+    for job in alone:
+        go_on(job, "compiling").answer()
+        finish(job)
+    with concurrent.futures.ThreadPoolExecutor(settings.jobs) as pool:
+        list(pool.map(lambda job: go_on(job, "compiling").answer(), others))
+    for job in others:
+        finish(job)
+    return [rows[job.name] for job in plan]
 
 
-class Worker:
-    """The process of one job. The driver tells it when to compile and when to time."""
-
-    def __init__(self, job: Job, threads: int, folder: pathlib.Path) -> None:
-        self.job = job
-        self.path, self.log = folder / f"{job.name}.json", folder / f"{job.name}.log"
-        self.path.unlink(missing_ok=True)
-        words = json.dumps(dataclasses.asdict(job))
-        bytecode = folder / "bytecode" if job.variant != "eager" else None
-        with self.log.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.deepseek_worker", words, str(self.path)],
-                cwd=environment.ROOT,
-                env={**_environment(bytecode), "TORCHINDUCTOR_COMPILE_THREADS": str(threads)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-
-    def reach(self, stage: str) -> None:
-        """Waits until the process prints ``stage`` or ends."""
-        assert self.process.stdout is not None
-        any(line.strip() == stage for line in iter(self.process.stdout.readline, ""))
-
-    def go_on(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write("go on\n")
-            self.process.stdin.flush()
-
-    def row(self) -> dict[str, Any]:
-        """Waits for the process to end; returns what it measured, or "error" and the end of its output."""
-        self.process.communicate()
-        failed = {"error": f"the process ended with {self.process.returncode}"}
-        row = json.loads(self.path.read_text()) if self.path.exists() else failed
-        if "error" in row:
-            row["output"] = self.log.read_text()[-3000:]
-        return {"variant": self.job.variant, "part": self.job.part, **row}
-
-
-class Driver:
-    """Runs the jobs of ``settings`` and keeps their rows in ``folder``, so that a later run can reuse them."""
-
-    def __init__(self, settings: Settings, folder: pathlib.Path, step: Callable[[str], None]) -> None:
-        self.settings, self.folder, self.step = settings, folder, step
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def stamp(self, job: Job) -> dict[str, Any]:
-        """Returns the stamp a kept row must carry to be reused: job, hash of the sources, commit."""
-        return {"job": dataclasses.asdict(job), "sources": environment.source_hash(), **environment.commit()}
-
-    def kept(self, job: Job) -> dict[str, Any] | None:
-        path = self.folder / f"{job.name}.json"
-        with contextlib.suppress(OSError, ValueError):
-            row = json.loads(path.read_text())
-            if row.get("stamp") == self.stamp(job) and "error" not in row:
-                return row
-        return None
-
-    def run(self) -> list[dict[str, Any]]:
-        """Returns the rows of all jobs in the plan's order; a failed row has "error" and the end of its output."""
-        plan = self.settings.plan()
-        rows = {job.name: row for job in plan if (row := self.kept(job))}
-        todo = [job for job in plan if job.name not in rows]
-        if any(job.variant != "eager" for job in todo):
-            self.step("importing")
-            words = [sys.executable, "-c", _IMPORTED.format(device=self.settings.device)]
-            subprocess.run(words, env=_environment(self.folder / "bytecode"), stderr=subprocess.DEVNULL, check=False)
-        workers = [Worker(job, self.settings.threads(job), self.folder) for job in todo]
-        for worker in workers:
-            worker.reach("ready")
-        alone = [w for w in workers if self.settings.compiles_alone(w.job)]
-        others = [w for w in workers if w not in alone]
-        for worker in alone:
-            self._compile(worker)
-            rows[worker.job.name] = self._time(worker)
-        with concurrent.futures.ThreadPoolExecutor(self.settings.jobs) as pool:
-            list(pool.map(self._compile, others))
-        for worker in others:
-            rows[worker.job.name] = self._time(worker)
-        return [rows[job.name] for job in plan]
-
-    def _compile(self, worker: Worker) -> None:
-        self.step(f"{worker.job.name}: compiling")
-        worker.go_on()
-        worker.reach("compiled")
-
-    def _time(self, worker: Worker) -> dict[str, Any]:
-        self.step(f"{worker.job.name}: timing")
-        worker.go_on()
-        row = worker.row()
-        row |= {"compiled_alone": self.settings.compiles_alone(worker.job), "stamp": self.stamp(worker.job)}
-        row["compile_threads"] = self.settings.threads(worker.job)
-        worker.path.write_text(json.dumps(row))
-        return row
-
-
-def gather(settings: Settings, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def gather(settings: Settings, rows: list[Row]) -> Row:
     """Returns the result of a run: header, rows, figures per variant, and verdicts on the device of the bars."""
-    import transformers
-
-    device = torch.device(settings.device)
-    result = environment.header(device) | {"operator": "deepseek_v4"}
-    result["versions"]["transformers"] = transformers.__version__
-    result["settings"] = {
-        "size": dataclasses.asdict(settings.size),
-        "rounds": settings.rounds,
-        "jobs": settings.jobs,
-        "compiled_alone": settings.alone,
-    }
-    result["rows"] = [{k: v for k, v in row.items() if k != "stamp"} for row in rows]
+    result = processes.header("deepseek_v4", torch.device(settings.device))
+    of = {"size": dataclasses.asdict(settings.size), "rounds": settings.rounds, "jobs": settings.jobs}
+    result["settings"] = of | {"compiled_alone": settings.alone}
+    result["rows"] = processes.without_stamps(rows)
     bars_apply = "H200" in result["device"]["name"] and settings.size == deepseek_model.Size()
     result["variants"] = {v: summary(v, rows) for v in settings.variants}
     result["verdicts"] = verdicts(result["variants"], settings.alone) if bars_apply else []
     return result
 
 
-def verdicts(variants: dict[str, dict[str, float]], alone: tuple[str, ...]) -> list[dict[str, Any]]:
+def verdicts(variants: dict[str, dict[str, float]], alone: tuple[str, ...]) -> list[Row]:
     """Returns the verdict on every figure of mhc_inductor that has a bar.
 
     Compile times appear a second time, scaled to the processor of the machine that set the bars.
     """
-    ours = dict(variants.get("mhc_inductor", {}))
-    bars = dict(BARS)
+    ours, bars = dict(variants.get("mhc_inductor", {})), dict(BARS)
     plain = variants.get("torch.compile", {}).get("forward_compile_s")
     if plain is not None and "torch.compile-forward" in alone:
         for what in [w for w in ours if w.endswith("_compile_s") and w in BARS]:
             scaled = f"{what} x {RECORD_COMPILE_S:g} / {plain:.1f}, plain torch.compile in the record and here"
             ours[scaled], bars[scaled] = ours[what] * RECORD_COMPILE_S / plain, BARS[what]
-    return [
-        {"what": what, "value": ours[what], "bar": bar, "met_bar": ours[what] <= bar}
-        | {"goal": goal, "met_goal": ours[what] <= goal}
-        for what, (bar, goal) in bars.items()
-        if what in ours
-    ]
+    return [{"what": w, **processes.against(ours[w], *limits)} for w, limits in bars.items() if w in ours]
 
 
-def summary(variant: str, rows: list[dict[str, Any]]) -> dict[str, float]:
+def summary(variant: str, rows: list[Row]) -> dict[str, float]:
     """Returns the figures of one variant under flat names such as ``training_ms``."""
-    figures = {"median_ms": "ms", "compile_s": "compile_s", "peak_gib": "peak_gib", "loss": "loss"}
-    return {
-        f"{row['part']}_{short}": row[long]
-        for row in rows
-        if row["variant"] == variant
-        for long, short in figures.items()
-        if long in row
-    }
+    names = {"median_ms": "ms", "compile_s": "compile_s", "peak_gib": "peak_gib", "loss": "loss"}
+    mine = [row for row in rows if row["variant"] == variant]
+    return {f"{row['part']}_{short}": row[long] for row in mine for long, short in names.items() if long in row}
 
 
-def _pair(of: dict[str, float], *names: str, digits: int = 1) -> str:
-    return " + ".join(f"{of[n]:.{digits}f}" if n in of else "?" for n in names) if set(names) & set(of) else ""
+# ---- the table
+
+_COLUMNS = {
+    "forward, ms": (".1f", "forward_ms"),
+    "forward + backward, ms": (".1f", "training_ms"),
+    "compile forward + training, s": (".1f", "forward_compile_s", "training_compile_s"),
+    "peak of training, GiB": (".2f", "training_peak_gib"),
+    "checkpointed: f + b, ms": (".1f", "checkpointed_ms"),
+    "compile, s": (".1f", "checkpointed_compile_s"),
+    "peak, GiB": (".2f", "checkpointed_peak_gib"),
+    "loss": (".4f", "training_loss"),
+}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Returns the run as Markdown."""
-    v, d, s = result["versions"], result["device"], result["settings"]["size"]
-    count = next((r["parameters"] for r in result["rows"] if "parameters" in r), 0)
-    lines = [
-        f"- {d['name']}, torch {v['torch']}, triton {v['triton']}, transformers {v['transformers']}, Python {v['python']}",
-        f"- commit {report.commit_of(result)}, sources {report.sources_of(result)}, {result['date']}",
-        f"- DeepSeek-V4 of transformers, unmodified, random weights: {s['layers']} layers, D = {s['dim']}, "
-        f"{s['batch']} x {s['seq']} tokens, {count / 1e6:.0f} M parameters",
-        f"- compile times are cold but for Python's byte code; alone, with all processors: {', '.join(result['settings']['compiled_alone'])}; "
-        f"the others {result['settings']['jobs']} at once; each was timed while nothing compiled",
-    ]
-    headings = ["", "forward, ms", "forward + backward, ms", "compile forward + training, s", "peak of training, GiB"]
-    headings += ["checkpointed: f + b, ms", "compile, s", "peak, GiB", "loss"]
-    rows = []
-    for name, of in result["variants"].items():
-        cells = [_pair(of, "forward_ms"), _pair(of, "training_ms")]
-        cells += [_pair(of, "forward_compile_s", "training_compile_s"), _pair(of, "training_peak_gib", digits=2)]
-        cells += [_pair(of, "checkpointed_ms"), _pair(of, "checkpointed_compile_s")]
-        cells += [_pair(of, "checkpointed_peak_gib", digits=2), _pair(of, "training_loss", digits=4)]
-        rows.append([_LABELS[name], *cells])
-    parts = ["# DeepSeek-V4 end to end", "\n".join(lines), report.markdown(headings, rows)]
+def _cell(of: dict[str, float], spec: str, *names: str) -> str:
+    return " + ".join(figure(of, n, spec) or "?" for n in names) if set(names) & set(of) else ""
+
+
+def _parts(result: Row) -> Iterable[str]:
+    rows = [[_LABELS[v], *(_cell(of, *column) for column in _COLUMNS.values())] for v, of in result["variants"].items()]
+    yield report.markdown(["", *_COLUMNS], rows)
     if result["verdicts"]:
         marks = [
-            [x["what"], f"{x['value']:.2f}", f"{x['bar']} {_met(x['met_bar'])}", f"{x['goal']} {_met(x['met_goal'])}"]
+            [x["what"], f"{x['value']:.2f}", *(processes.met(x, k) for k in ("bar", "goal"))]
             for x in result["verdicts"]
         ]
-        parts.append(report.markdown([f"of {_LABELS['mhc_inductor']}", "", "bar", "goal"], marks))
-    routing = [(r["part"], r["routing"]) for r in result["rows"] if "routing" in r]
-    if routing:
-        marks = [
-            [part, _counted(x["routed"]), _counted(x["fused"]), str(x["near_misses"]), f"{x['nodes']:,}"]
-            for part, x in routing
-        ]
-        for mark, (_, x) in zip(marks, routing, strict=True):
-            mark += [f"{x['seconds']:.2f}", f"{100 * x['share_of_compile']:.1f} %"]
+        yield report.markdown([f"of {_LABELS['mhc_inductor']}", "", "bar", "goal"], marks)
+    passes = [(r["part"], x, f"{100 * x['share_of_compile']:.1f} %") for r in result["rows"] if (x := r.get("routing"))]
+    if passes:
         headings = ["the pass", "routed", "fused", "near misses", "nodes", "s", "of the compile time"]
-        parts.append(report.markdown(headings, marks))
-    failed = [
-        f"- failed: {r['variant']}, {r['part']}: {r['error']}".splitlines()[0] for r in result["rows"] if "error" in r
+        marks = [
+            [
+                part,
+                counted(x["routed"]),
+                counted(x["fused"]),
+                f"{x['near_misses']}",
+                f"{x['nodes']:,}",
+                f"{x['seconds']:.2f}",
+                of,
+            ]
+            for part, x, of in passes
+        ]
+        yield report.markdown(headings, marks)
+    failed = [f"{r['variant']}, {r['part']}: {r['error']}" for r in result["rows"] if "error" in r]
+    yield "\n".join(f"- failed: {line.splitlines()[0]}" for line in failed)
+
+
+def table(result: Row) -> str:
+    """Returns the run as Markdown."""
+    v, made = result["versions"], result["settings"]
+    s, count = made["size"], next((r["parameters"] for r in result["rows"] if "parameters" in r), 0)
+    lines = [
+        f"{result['device']['name']}, torch {v['torch']}, triton {v['triton']}, transformers {v['transformers']}, "
+        f"Python {v['python']}",
+        f"commit {report.commit_of(result)}, sources {report.sources_of(result)}, {result['date']}",
+        f"DeepSeek-V4 of transformers, unmodified, random weights: {s['layers']} layers, D = {s['dim']}, "
+        f"{s['batch']} x {s['seq']} tokens, {count / 1e6:.0f} M parameters",
+        f"compile times are cold but for Python's byte code; alone, with all processors: {', '.join(made['compiled_alone'])}; "
+        f"the others {made['jobs']} at once; each was timed while nothing compiled",
     ]
-    if failed:
-        parts.append("\n".join(failed))
-    return "\n\n".join(parts) + "\n"
+    return processes.document("DeepSeek-V4 end to end", lines, *_parts(result))
 
 
-def _met(met: bool) -> str:
-    return "met" if met else "**not met**"
-
-
-def _counted(ops: dict[str, int]) -> str:
-    return ", ".join(f"{n} {op}" for op, n in ops.items()) or "none"
-
-
-def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the JSON and, next to it, the table."""
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".md").write_text(table(result))
+write = functools.partial(processes.write, table=table)

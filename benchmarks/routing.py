@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
-import json
-import pathlib
 import sys
 import time
 from collections import Counter
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 
-from . import deepseek_model, environment, report
+from . import deepseek_model, processes, report
+from .processes import counted
 
 DEPTHS = (2, 4, 8, 16, 43)
 BAR_SECONDS, BAR_SHARE, BAR_DEPTH = 6.0, 0.20, 43
@@ -105,11 +105,8 @@ def run(
     device: torch.device, depths: tuple[int, ...], compile_depth: int, step: Callable[[str], None]
 ) -> dict[str, Any]:
     """Measures the pass at each depth, and the whole compile at ``compile_depth`` (0: skipped)."""
-    import transformers
-
-    result = environment.header(device) | {"operator": "routing", "rows": [], "compile": None}
-    result["versions"]["transformers"] = transformers.__version__
-    result["bars"] = {"seconds": BAR_SECONDS, "share": BAR_SHARE, "depth": BAR_DEPTH}
+    bars = {"seconds": BAR_SECONDS, "share": BAR_SHARE, "depth": BAR_DEPTH}
+    result = processes.header("routing", device, rows=[], compile=None, bars=bars)
     for depth in sorted({*depths, *([compile_depth] if compile_depth else [])}):
         size = dataclasses.replace(deepseek_model.TINY, layers=depth)
         model = deepseek_model.build(size, device, torch.float32).train()
@@ -125,49 +122,28 @@ def run(
 
 def table(result: dict[str, Any]) -> str:
     """Returns the run as Markdown."""
-    where = result["device"]["name"]
-    rows = [
-        [
-            str(r["layers"]),
-            f"{r['nodes']:,}",
-            f"{r['seconds']:.2f}",
-            f"{r['cpu_seconds']:.2f}" + _verdict(r["layers"] >= BAR_DEPTH, r["cpu_seconds"] <= BAR_SECONDS),
-            f"{r['microseconds_a_node']:.0f}",
-            f"{r['dynamo_seconds']:.1f}",
-            _counted(r["routed"]),
-            _counted(r["fused"]),
-        ]
-        for r in result["rows"]
-    ]
+    rows = []
+    for r in result["rows"]:
+        cpu = f"{r['cpu_seconds']:.2f}" + _verdict(r["layers"] >= BAR_DEPTH, r["cpu_seconds"] <= BAR_SECONDS)
+        cells = [str(r["layers"]), f"{r['nodes']:,}", f"{r['seconds']:.2f}", cpu, f"{r['microseconds_a_node']:.0f}"]
+        rows.append([*cells, f"{r['dynamo_seconds']:.1f}", counted(r["routed"]), counted(r["fused"])])
     headings = ["layers", "nodes", "pass, s", "of the CPU, s", "µs a node", "Dynamo, s", "routed", "fused"]
-    text = f"# Cost of the routing pass\n\n- {_facts(result)}\n- {where}; DeepSeek-V4 of transformers, tiny width\n\n"
-    text += report.markdown(headings, rows) + "\n"
-    if result["compile"]:
-        c = result["compile"]
-        text += (
-            f"\nIn a whole compile of {c['layers']} layers, forward and backward, cold: {c['seconds']:.2f} of "
-            f"{c['compile_seconds']:.1f} s, {100 * c['share']:.1f} %{_verdict(True, c['share'] <= BAR_SHARE)}.\n"
+    v, last = result["versions"], ""
+    if c := result["compile"]:
+        last = (
+            f"In a whole compile of {c['layers']} layers, forward and backward, cold: {c['seconds']:.2f} of "
+            f"{c['compile_seconds']:.1f} s, {100 * c['share']:.1f} %{_verdict(True, c['share'] <= BAR_SHARE)}."
         )
-    return text
-
-
-def _facts(result: dict[str, Any]) -> str:
-    v = result["versions"]
-    return (
+    facts = (
         f"torch {v['torch']}, transformers {v['transformers']}, Python {v['python']}, "
         f"commit {report.commit_of(result)}, {result['date']}"
     )
-
-
-def _counted(ops: dict[str, int]) -> str:
-    return ", ".join(f"{n} {op}" for op, n in ops.items()) or "none"
+    lines = [facts, f"{result['device']['name']}; DeepSeek-V4 of transformers, tiny width"]
+    return processes.document("Cost of the routing pass", lines, report.markdown(headings, rows), last)
 
 
 def _verdict(bars_apply: bool, met: bool) -> str:
     return "" if not bars_apply else " (bar met)" if met else " (**bar not met**)"
 
 
-def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the JSON and, next to it, the table."""
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".md").write_text(table(result))
+write = functools.partial(processes.write, table=table)

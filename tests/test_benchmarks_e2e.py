@@ -14,15 +14,15 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import deepseek_model, deepseek_v4, deepseek_worker, environment, routing
+from benchmarks import deepseek_model, deepseek_v4, environment, processes, routing, worker
 from mhc_inductor.report import Report, Routed
 
 CPU = torch.device("cpu")
 SMALL = deepseek_model.Size(1, 32, 2, 16, 16, 16, 2, 16, 4, 2, 16, 64, 2, 16)
 
 
-def job(variant: str = "eager", part: str = "forward") -> deepseek_worker.Job:
-    return deepseek_worker.Job(variant, part, "cpu", dataclasses.asdict(SMALL), 2)
+def job(variant: str = "eager", part: str = "forward") -> deepseek_v4.Job:
+    return deepseek_v4.Job(variant, part, "cpu", dataclasses.asdict(SMALL), 2)
 
 
 # ---- the model
@@ -60,10 +60,10 @@ def test_trivial_coefficients_depend_on_no_token_and_are_taken_back():
 # ---- one process
 
 
-@pytest.mark.parametrize("part", deepseek_worker.PARTS)
+@pytest.mark.parametrize("part", deepseek_v4.PARTS)
 def test_a_row(part):
     waited = []
-    row = deepseek_worker.measure(job(part=part), waited.append)
+    row = deepseek_v4.measure(job(part=part), waited.append)
     assert waited == ["ready", "compiled"]
     assert len(row["samples_ms"]) == 2 and min(row["samples_ms"]) <= row["median_ms"] <= max(row["samples_ms"])
     assert 3.0 < row["loss"] < 6.0, "an untrained model: about ln 64 = 4.16"
@@ -74,28 +74,28 @@ def test_a_row(part):
 
 
 def test_checkpointing_changes_no_result():
-    plain, checkpointed = (deepseek_worker.measure(job(part=p), lambda _: None) for p in ("training", "checkpointed"))
+    plain, checkpointed = (deepseek_v4.measure(job(part=p), lambda _: None) for p in ("training", "checkpointed"))
     assert checkpointed["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     assert checkpointed["gradient_norm"] == pytest.approx(plain["gradient_norm"], rel=1e-5)
 
 
 def test_the_plugins_row_counts_what_was_routed():
     torch._dynamo.reset()
-    row = deepseek_worker.measure(job("mhc_inductor"), lambda _: None)
+    row = deepseek_v4.measure(job("mhc_inductor"), lambda _: None)
     torch._dynamo.reset()
     assert row["routing"]["routed"] == {"mhc_pre": 2, "mhc_post": 2, "mhc_head": 1}
     assert 0 < row["routing"]["seconds"] < row["compile_s"]
     assert 0 < row["routing"]["share_of_compile"] < 1
-    assert row["loss"] == pytest.approx(deepseek_worker.measure(job(), lambda _: None)["loss"], rel=1e-5)
+    assert row["loss"] == pytest.approx(deepseek_v4.measure(job(), lambda _: None)["loss"], rel=1e-5)
 
 
 def test_a_failing_variant_is_a_row(tmp_path, monkeypatch):
     def fail(*_: Any) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(deepseek_worker, "measure", fail)
+    monkeypatch.setattr(deepseek_v4, "measure", fail)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    deepseek_worker.main(json.dumps(dataclasses.asdict(job())), str(tmp_path / "row.json"))
+    worker.measure(print, "deepseek_v4", json.dumps(dataclasses.asdict(job())), str(tmp_path / "row.json"))
     row = json.loads((tmp_path / "row.json").read_text())
     assert row == {"variant": "eager", "part": "forward", "error": "RuntimeError: out of luck"}
 
@@ -127,7 +127,7 @@ def test_rows_are_measured_in_processes_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("MHC_COMMIT", "abc")
     said: list[str] = []
     made = settings(variants=("eager",), alone=("eager-training",))
-    rows = deepseek_v4.Driver(made, tmp_path, said.append).run()
+    rows = deepseek_v4.run(made, tmp_path, said.append)
     assert [r["part"] for r in rows] == ["checkpointed", "training", "forward"]
     assert not any("error" in r for r in rows), rows
     assert [r["compiled_alone"] for r in rows] == [False, True, False]
@@ -135,16 +135,15 @@ def test_rows_are_measured_in_processes_and_kept(tmp_path, monkeypatch):
     assert sorted(said[2:4]) == ["eager-checkpointed: compiling", "eager-forward: compiling"]
     assert said[4:] == ["eager-checkpointed: timing", "eager-forward: timing"], "nothing is timed while others compile"
 
-    monkeypatch.setattr(deepseek_v4.subprocess, "Popen", lambda *_, **__: pytest.fail("measured again"))
-    assert deepseek_v4.Driver(made, tmp_path, said.append).run() == rows
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, **__: pytest.fail("measured again"))
+    assert deepseek_v4.run(made, tmp_path, said.append) == rows
     monkeypatch.setenv("MHC_COMMIT", "def")
-    driver = deepseek_v4.Driver(made, tmp_path, said.append)
-    assert driver.kept(made.plan()[0]) is None, "another commit's row does not count"
+    assert processes.kept(tmp_path, made.plan()[0]) is None, "another commit's row does not count"
 
 
 def test_a_process_that_dies_is_a_failed_row(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
-    (row,) = deepseek_v4.Driver(settings(variants=("eager",), parts=("forward",)), tmp_path, lambda _: None).run()
+    (row,) = deepseek_v4.run(settings(variants=("eager",), parts=("forward",)), tmp_path, lambda _: None)
     assert row["error"] == "the process ended with 1"
 
 
