@@ -429,8 +429,9 @@ def sparse(
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
 ) -> None:
     """Measures models with sparse attention end to end: time, memory, compile time, errors against fp32."""
+    from . import processes
+    from . import sparse_cases as targets
     from . import sparse_models as run
-    from . import sparse_targets as targets
 
     where = _device(device)
     toy = toy or where == "cpu"
@@ -440,7 +441,7 @@ def sparse(
     if not cases:
         raise typer.BadParameter(f"no case has all of {words} in its name; there are {[c.name for c in every]}")
     try:
-        paths = run.make_importable(transformers, keep / "wheels")
+        paths = processes.make_importable(transformers, keep / "wheels")
     except (FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
     variants = _words(variant, targets.VARIANTS, "variant")
@@ -448,8 +449,12 @@ def sparse(
     whole = cases == every and set(variants) == set(targets.VARIANTS)
     path = out / ("sparse_models" + ("-toy" if toy else "") + ("" if whole else "-partial") + ".json")
     out.mkdir(parents=True, exist_ok=True)
-    driver = run.Driver(settings, keep, lambda text: console.print(text, highlight=False, style="dim"))
-    result = run.gather(settings, driver.run(lambda rows: run.write(run.gather(settings, rows), path)))
+
+    def step(text: str) -> None:
+        console.print(text, highlight=False, style="dim")
+
+    rows = run.run(settings, keep, step, lambda rows: run.write(run.gather(settings, rows), path))
+    result = run.gather(settings, rows)
     run.write(result, path)
     console.print(run.table(json.loads(path.read_text())), highlight=False, markup=False, soft_wrap=True)
     if any("error" in row for row in result["rows"]):
@@ -469,13 +474,13 @@ def ways(
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, from which a run goes on.")] = RESULTS,
 ) -> None:
     """Checks models in every way of training and serving against eager, many cells at a time."""
-    from . import sparse_models
+    from . import processes
     from . import ways as run
 
     where = _device(device)
     toy = toy or where == "cpu"
     try:
-        paths = sparse_models.make_importable(transformers, keep / "wheels")
+        paths = processes.make_importable(transformers, keep / "wheels")
     except (FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
     words = tuple(w.strip() for w in only.split(",") if w.strip())
@@ -527,11 +532,10 @@ def sparse_fill(
     into: Annotated[pathlib.Path, typer.Option(help="JSON of the run to complete.")] = RESULTS / "sparse_models.json",
 ) -> None:
     """Completes a run of sparse_models with the peers' rows that it had no time for. Measures nothing."""
-    from . import sparse_fill as run
     from . import sparse_models
 
     try:
-        result = run.fill(json.loads(into.read_text()), json.loads(later.read_text()))
+        result = sparse_models.fill(json.loads(into.read_text()), json.loads(later.read_text()))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     sparse_models.write(result, into)

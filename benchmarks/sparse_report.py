@@ -5,24 +5,18 @@ from __future__ import annotations
 
 import pathlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+from .processes import counted, document, figure, met
 from .report import Result, facts, markdown
-from .sparse_targets import COMPILE, COMPILE_GRAPHS, EAGER, FORWARD, OURS, OURS_GRAPHS, OURS_LAYERS, VARIANTS
+from .sparse_cases import COMPILE, COMPILE_GRAPHS, EAGER, FORWARD, OURS, OURS_GRAPHS, OURS_LAYERS, VARIANTS, Case
 
 _COLORS = {EAGER: "#bdbdbd", COMPILE: "#b2abd2", OURS: "#1b7837", COMPILE_GRAPHS: "#5e3c99", OURS_GRAPHS: "#00441b"}
 _COLORS[OURS_LAYERS] = "#a6dba0"
 _NAMES = {EAGER: "eager", COMPILE: "torch.compile", OURS: 'backend="mhc_inductor"'}
 _NAMES[OURS_LAYERS] = f"{_NAMES[OURS]}, layer by layer"
 _NAMES |= {v: f'{_NAMES[of]}, mode="reduce-overhead"' for v, of in ((COMPILE_GRAPHS, COMPILE), (OURS_GRAPHS, OURS))}
-
-
-def _figure(row: Result, name: str, digits: int) -> str:
-    return f"{row[name]:.{digits}f}" if name in row else ""
-
-
-def _small(row: Result, name: str) -> str:
-    return f"{row[name]:.2g}" if name in row else ""
 
 
 def _note(row: Result) -> str:
@@ -32,72 +26,59 @@ def _note(row: Result) -> str:
     return "; ".join(said)
 
 
-def _rows(result: Result) -> list[list[str]]:
-    found = []
-    for case in result["settings"]["cases"]:
-        name = f"{case['model']}-{case['batch']}x{case['seq']}-{case['part']}"
-        of = {r["variant"]: r for r in result["rows"] if r["case"] == name}
+def _rows(result: Result) -> Iterator[list[str]]:
+    for case in (Case(**made) for made in result["settings"]["cases"]):
+        of = {r["variant"]: r for r in result["rows"] if r["case"] == case.name}
         base = of.get(COMPILE, {}).get("median_ms")
         for variant in reversed([v for v in VARIANTS if v in of]):
             row = of[variant]
             times = f"{base / row['median_ms']:.2f}" if base and "median_ms" in row else ""
-            cells = [case["model"], f"{case['batch']} x {case['seq']}", case["part"], _NAMES[variant]]
-            cells += [_figure(row, "median_ms", 2), times, _figure(row, "peak_gib", 2), _figure(row, "compile_s", 1)]
-            found.append([*cells, _small(row, "error_logits"), _small(row, "error_gradients"), _note(row)])
-    return found
+            yield [
+                *(case.model, f"{case.batch} x {case.seq}", case.part, _NAMES[variant]),
+                *(figure(row, "median_ms", ".2f"), times, figure(row, "peak_gib", ".2f")),
+                *(figure(row, "compile_s", ".1f"), figure(row, "error_logits", ".2g")),
+                *(figure(row, "error_gradients", ".2g"), _note(row)),
+            ]
 
 
-def _verdict(value: float | None, met: bool | None) -> str:
-    return "" if value is None else f"{value:g} {'met' if met else '**not met**'}"
-
-
-def _parts(result: Result) -> list[str]:
+def _parts(result: Result) -> Iterator[str]:
     headings = ["model", "tokens", "", "run by", "ms", "x torch.compile", "peak, GiB", "compile, s"]
-    parts = [markdown([*headings, "error, logits", "error, gradients", "note"], _rows(result))]
+    yield markdown([*headings, "error, logits", "error, gradients", "note"], [*_rows(result)])
     if result["verdicts"]:
         rows = [
-            [v["case"], v["what"], f"{v['value']:.2f}"]
-            + [_verdict(v[level], v[f"met_{level}"]) for level in ("bar", "goal")]
+            [v["case"], v["what"], f"{v['value']:.2f}", met(v, "bar", "g"), met(v, "goal", "g")]
             for v in result["verdicts"]
         ]
-        parts.append(markdown(["case", "of this package", "", "bar", "goal"], rows))
-    outside = [e for e in result["errors"] if e["within"] is False]
-    parts += [
-        f"- **error out of bounds**: {e['case']}, {e['what']}: {e['value']:.2g} > {e['bound']:.2g}" for e in outside
-    ]
-    return [*parts, *_routing(result)]
-
-
-def _routing(result: Result) -> list[str]:
+        yield markdown(["case", "of this package", "", "bar", "goal"], rows)
+    for e in result["errors"]:
+        if e["within"] is False:
+            yield f"- **error out of bounds**: {e['case']}, {e['what']}: {e['value']:.2g} > {e['bound']:.2g}"
     rows = []
-    for r in result["rows"]:
-        if "routing" in r:
-            of = Counter({**r["routing"]["routed"], **r["routing"]["fused"]})
-            cells = [", ".join(f"{n} {op}" for op, n in of.items()) or "nothing", f"{r['routing']['seconds']:.2f}"]
-            rows.append([r["case"], *cells, "; ".join(r.get("reasons", [])).replace("|", "/")])
-    return [markdown(["case", "routed", "seconds of routing", "near misses"], rows)] if rows else []
+    for r in (r for r in result["rows"] if "routing" in r):
+        ops = counted(Counter({**r["routing"]["routed"], **r["routing"]["fused"]}), "nothing")
+        reasons = "; ".join(r.get("reasons", [])).replace("|", "/")
+        rows.append([r["case"], ops, f"{r['routing']['seconds']:.2f}", reasons])
+    if rows:
+        yield markdown(["case", "routed", "seconds of routing", "near misses"], rows)
 
 
 def table(result: Result) -> str:
     """Returns the run as Markdown."""
-    lines = [*facts(result), f"transformers {result['versions']['transformers']}, unmodified, random weights"]
-    lines += [
+    lines = [
+        *facts(result),
+        f"transformers {result['versions']['transformers']}, unmodified, random weights",
         "medians of calls on the host's clock; each job in a process of its own with cold caches",
         "errors: relative, against the same weights run eagerly in fp32",
     ]
-    top = "# Models with sparse attention, end to end\n\n" + "\n".join(f"- {line}" for line in lines)
-    return "\n\n".join([top, *_parts(result)]) + "\n"
+    return document("Models with sparse attention, end to end", lines, *_parts(result))
 
 
 def _points(result: Result, model: str, part: str, variant: str, what: str) -> list[tuple[int, float]]:
     """Returns (tokens, figure) of one line of the picture, by length."""
-    cases = {
-        f"{c['model']}-{c['batch']}x{c['seq']}-{c['part']}": c["batch"] * c["seq"]
-        for c in result["settings"]["cases"]
-        if (c["model"], c["part"]) == (model, part)
-    }
-    rows = [r for r in result["rows"] if r["case"] in cases and r["variant"] == variant and what in r]
-    return sorted((cases[r["case"]], r[what]) for r in rows)
+    cases = (Case(**made) for made in result["settings"]["cases"])
+    sizes = {c.name: c.batch * c.seq for c in cases if (c.model, c.part) == (model, part)}
+    rows = [r for r in result["rows"] if r["case"] in sizes and r["variant"] == variant and what in r]
+    return sorted((sizes[r["case"]], r[what]) for r in rows)
 
 
 def plot(result: Result, path: pathlib.Path) -> None:
@@ -111,7 +92,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
     memory = any("peak_gib" in r for r in result["rows"])
     figures = [("median_ms", "ms"), *([("peak_gib", "peak, GiB")] if memory else [])]
     size = (3.4 * len(places), 2.9 * len(figures) + 0.6)
-    figure, axes = plt.subplots(len(figures), len(places), figsize=size, squeeze=False, layout="constrained")
+    drawn, axes = plt.subplots(len(figures), len(places), figsize=size, squeeze=False, layout="constrained")
     for line, (what, label) in enumerate(figures):
         for column, (model, part) in enumerate(places):
             _draw(axes[line][column], {v: _points(result, model, part, v, what) for v in VARIANTS}, label)
@@ -119,9 +100,9 @@ def plot(result: Result, path: pathlib.Path) -> None:
                 axes[line][column].set_title(f"{model}, {'forward' if part == FORWARD else 'forward + backward'}")
     axes[0][0].legend(frameon=False)
     v = result["versions"]
-    figure.suptitle(f"{result['device']['name']}, torch {v['torch']}, transformers {v['transformers']}", fontsize=9)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    drawn.suptitle(f"{result['device']['name']}, torch {v['torch']}, transformers {v['transformers']}", fontsize=9)
+    drawn.savefig(path, dpi=140)
+    plt.close(drawn)
 
 
 def _draw(axis: Any, lines: dict[str, list[tuple[int, float]]], label: str) -> None:

@@ -15,10 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import sparse_cases, sparse_models, sparse_worker
-from benchmarks import sparse_targets as targets
-from benchmarks.sparse_fill import fill
-from benchmarks.sparse_targets import (
+from benchmarks import environment, processes, sparse_cases, sparse_models, worker
+from benchmarks import sparse_cases as targets
+from benchmarks.sparse_cases import (
     COMPILE,
     COMPILE_GRAPHS,
     EAGER,
@@ -30,6 +29,7 @@ from benchmarks.sparse_targets import (
     V32,
     Case,
 )
+from benchmarks.sparse_models import fill
 
 CPU = torch.device("cpu")
 
@@ -38,8 +38,8 @@ def case(model: str = V32, part: str = FORWARD, **changes: Any) -> Case:
     return Case(model, 2, 32, part, **{"eager": True, "checked": True, **changes})
 
 
-def job(variant: str = EAGER, **changes: Any) -> sparse_worker.Job:
-    return sparse_worker.Job(variant, dataclasses.asdict(case(**changes)), "cpu", True, 2)
+def job(variant: str = EAGER, **changes: Any) -> sparse_models.Job:
+    return sparse_models.Job(variant, dataclasses.asdict(case(**changes)), "cpu", True, 2)
 
 
 def settings(**changes: Any) -> sparse_models.Settings:
@@ -99,7 +99,7 @@ def test_a_budget_cuts_off_peers_first():
 def test_cuda_graphs_are_a_mode_of_the_same_compiler(variant, backend, monkeypatch):
     asked: dict[str, Any] = {}
     monkeypatch.setattr(torch, "compile", lambda model, **given: asked.update(given) or model)
-    process = sparse_worker.Process(job(variant, part=TRAINING))
+    process = sparse_models.Process(job(variant, part=TRAINING))
     assert asked == {"backend": backend, "dynamic": False, "mode": "reduce-overhead"}
     assert process.errors()["error_gradients"] == 0
 
@@ -108,7 +108,7 @@ def test_cuda_graphs_are_a_mode_of_the_same_compiler(variant, backend, monkeypat
 @pytest.mark.parametrize("part", [FORWARD, TRAINING])
 def test_a_row(model, part):
     saved = []
-    row = sparse_worker.measure(job(model=model, part=part), saved.append)
+    row = sparse_models.measure(job(model=model, part=part), saved.append)
     assert row["case"] == f"{model}-2x32-{part}" and row["median_ms"] > 0
     assert min(row["samples_ms"]) <= row["median_ms"] <= max(row["samples_ms"])
     assert "compile_s" not in row, "eager"
@@ -118,7 +118,7 @@ def test_a_row(model, part):
 
 
 def test_errors_show_another_result(monkeypatch):
-    process = sparse_worker.Process(job(part=TRAINING))
+    process = sparse_models.Process(job(part=TRAINING))
     wrong = process.step
 
     def step() -> Any:
@@ -134,7 +134,7 @@ def test_errors_show_another_result(monkeypatch):
 
 
 def test_a_lost_gradient_is_an_error(monkeypatch):
-    process = sparse_worker.Process(job(part=TRAINING))
+    process = sparse_models.Process(job(part=TRAINING))
     process.call = lambda **kwargs: process.model(**kwargs)
     step = process.step
 
@@ -151,7 +151,7 @@ def test_a_lost_gradient_is_an_error(monkeypatch):
 
 def test_our_row_counts_what_was_routed(monkeypatch):
     torch._dynamo.reset()
-    row = sparse_worker.measure(job(OURS))
+    row = sparse_models.measure(job(OURS))
     torch._dynamo.reset()
     assert row["routing"]["nodes"] > 0 and row["compile_s"] > 0
     assert isinstance(row["reasons"], list) and row["error_logits"] < 1e-4
@@ -161,9 +161,9 @@ def test_a_failing_process_keeps_its_times(tmp_path, monkeypatch):
     def fail(*_: Any) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(sparse_worker.Process, "errors", fail)
+    monkeypatch.setattr(sparse_models.Process, "errors", fail)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    sparse_worker.main(json.dumps(dataclasses.asdict(job())), str(tmp_path / "row.json"))
+    worker.measure(print, "sparse_models", json.dumps(dataclasses.asdict(job())), str(tmp_path / "row.json"))
     row = json.loads((tmp_path / "row.json").read_text())
     assert row["error"] == "RuntimeError: out of luck" and row["median_ms"] > 0
 
@@ -175,33 +175,33 @@ def test_rows_come_from_processes_and_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("MHC_COMMIT", "abc")
     said: list[str] = []
     made = settings(variants=(EAGER,))
-    (row,) = sparse_models.Driver(made, tmp_path, said.append).run()
+    (row,) = sparse_models.run(made, tmp_path, said.append)
     assert "error" not in row, row
     assert said == ["deepseek_v32-2x32-forward-eager"] and row["error_logits"] == 0
-    monkeypatch.setattr(sparse_models.subprocess, "run", lambda *_, **__: pytest.fail("measured again"))
-    monkeypatch.setattr(sparse_models.environment, "_output", lambda *_: None)
-    assert sparse_models.Driver(made, tmp_path, said.append).run() == [row]
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(environment, "_output", lambda *_: None)
+    assert sparse_models.run(made, tmp_path, said.append) == [row]
     monkeypatch.setenv("MHC_COMMIT", "def")
-    assert sparse_models.Driver(made, tmp_path, said.append).kept(made.plan()[0]) is None
+    assert processes.kept(tmp_path, made.plan()[0]) is None
 
 
 def test_a_spent_budget_and_a_dead_process_are_rows(tmp_path, monkeypatch):
-    rows = sparse_models.Driver(settings(budget_s=0), tmp_path, lambda _: None).run()
+    rows = sparse_models.run(settings(budget_s=0), tmp_path, lambda _: None)
     assert [r["error"] for r in rows] == [sparse_models.SPENT] * 3
     monkeypatch.setattr(sys, "executable", "false")
-    (row,) = sparse_models.Driver(settings(variants=(EAGER,)), tmp_path, lambda _: None).run()
+    (row,) = sparse_models.run(settings(variants=(EAGER,)), tmp_path, lambda _: None)
     assert row["error"] == "the process ended with 1"
 
 
 def test_transformers_may_come_from_a_folder_or_a_wheel(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        sparse_models.make_importable(str(tmp_path / "nowhere"), tmp_path)
+        processes.make_importable(str(tmp_path / "nowhere"), tmp_path)
     wheel, folder = tmp_path / "sparse_probe-1-py3-none-any.whl", tmp_path / "packages"
     folder.mkdir()
     with zipfile.ZipFile(wheel, "w") as z:
         z.writestr("sparse_probe.py", "value = 7")
-    paths = sparse_models.make_importable(os.pathsep.join(map(str, (wheel, folder))), tmp_path / "unpacked")
+    paths = processes.make_importable(os.pathsep.join(map(str, (wheel, folder))), tmp_path / "unpacked")
     assert paths == (str(tmp_path / "unpacked" / wheel.stem), str(folder)) and sys.path[:2] == [*paths]
     import sparse_probe
 
@@ -213,7 +213,7 @@ def test_an_old_dependency_is_named(tmp_path, monkeypatch):
     (tmp_path / "transformers.py").write_text("raise ImportError('huggingface-hub>=1.31.0 is required')")
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     with pytest.raises(ImportError, match=r"huggingface-hub>=1\.31\.0 is required.*accepts 1\.5"):
-        sparse_models.make_importable(str(tmp_path), tmp_path)
+        processes.make_importable(str(tmp_path), tmp_path)
 
 
 # ---- the result
@@ -252,7 +252,7 @@ def test_the_page_names_bars_failures_and_bad_errors(tmp_path, monkeypatch):
         rows.append({"variant": EAGER, "case": c.name, "part": c.part, "error": "OutOfMemoryError: none left"})
     rows[0]["routing"] = {"routed": {"index_topk": 2}, "fused": {}, "seconds": 0.5}
     rows[0]["reasons"] = ["the mask is a | tensor"]
-    monkeypatch.setattr(sparse_models.environment, "device_facts", lambda _: {"type": "cuda", "name": "NVIDIA H200"})
+    monkeypatch.setattr(environment, "device_facts", lambda _: {"type": "cuda", "name": "NVIDIA H200"})
     result = sparse_models.gather(made, rows)
     sparse_models.write(result, tmp_path / "sparse_models.json")
     page = (tmp_path / "sparse_models.md").read_text()
