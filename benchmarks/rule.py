@@ -10,9 +10,8 @@ beyond its two products. ``tests/test_routing_lists.py`` recomputes the rule's f
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from torch import Tensor
 
 import mhc_inductor
 
-from . import running, timing
+from . import processes, running, timing
 from .lists_cases import mask_of
+from .processes import figure
 from .report import Result, Section, document, facts, sections_of
 from .variants import Clock, Variant, measure
 
@@ -50,17 +50,12 @@ class Layer:
 
     def leaves(self, device: torch.device) -> Leaves:
         """Returns random bf16 queries ``[1, S, h, .]``, latents ``[1, S, .]`` and the maps ``[h, nope, latent]``."""
-        sizes = {
-            "q": (1, self.tokens, self.heads, self.nope),
-            "q_rope": (1, self.tokens, self.heads, self.rope),
-            "latent": (1, self.tokens, self.latent),
-            "k_rope": (1, self.tokens, self.rope),
-            "to_k": (self.heads, self.nope, self.latent),
-            "to_v": (self.heads, self.nope, self.latent),
-        }
-        scale = {"to_k": self.latent**-0.5, "to_v": self.latent**-0.5}
-        made = {k: torch.randn(*s, device=device) * scale.get(k, 1.0) for k, s in sizes.items()}
-        return {k: t.to(BF16).requires_grad_() for k, t in made.items()}
+        sizes = {"q": (1, self.tokens, self.heads, self.nope), "q_rope": (1, self.tokens, self.heads, self.rope)}
+        sizes |= {"latent": (1, self.tokens, self.latent), "k_rope": (1, self.tokens, self.rope)}
+        sizes |= dict.fromkeys(("to_k", "to_v"), (self.heads, self.nope, self.latent))
+        made = {k: torch.randn(*s, device=device) for k, s in sizes.items()}
+        maps = {k: made[k] * self.latent**-0.5 for k in ("to_k", "to_v")}
+        return {k: t.to(BF16).requires_grad_() for k, t in (made | maps).items()}
 
     def indices(self, device: torch.device) -> Tensor:
         """Returns for each query uniform random earlier positions, sorted, int32 ``[1, S, selected]``, -1 for none."""
@@ -114,15 +109,11 @@ class Settings:
 def both(fn: Callable[[], Tensor], leaves: Leaves, training: bool) -> Callable[[], Any]:
     """Returns a call of ``fn``, with the gradients of all leaves if ``training``."""
 
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return fn()
-
     def step() -> tuple[Tensor, ...]:
         o = fn()
         return (o.detach(), *torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o)))
 
-    return step if training else forward
+    return step if training else torch.no_grad()(fn)
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor) -> Tensor:
@@ -188,17 +179,16 @@ class Run(running.PartRun[Settings]):
 
     def written(self) -> None:
         """Measures a softmax that is written out and compiled, and its two products alone."""
-        batch, heads, queries, keys, width = SMALL_SIZE if self.s.small else WRITTEN_SIZE
-        shapes = {"q": (batch, heads, queries, width), "k": (batch, 1, keys, width), "v": (batch, 1, keys, width)}
-        made = {k: torch.randn(*s, device=self.device, dtype=BF16) for k, s in shapes.items()} | {
-            "sink": torch.randn(heads, device=self.device, dtype=BF16)
-        }
+        batch, heads, queries, keys, width = size = SMALL_SIZE if self.s.small else WRITTEN_SIZE
+        shapes: dict[str, tuple[int, ...]] = {"q": (batch, heads, queries, width), "sink": (heads,)}
+        shapes |= dict.fromkeys("kv", (batch, 1, keys, width))
+        made = {k: torch.randn(*shapes[k], device=self.device, dtype=BF16) for k in ("q", "k", "v", "sink")}
         mask = torch.zeros(batch, 1, queries, keys, device=self.device, dtype=BF16)
         mask.masked_fill_(torch.rand(mask.shape, device=self.device) < 0.5, float("-inf"))
-        sizes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "width": width}
+        sizes = dict(zip(("batch", "heads", "queries", "keys", "width"), size, strict=True))
         for name, fn in ((PRODUCTS, products), (WRITTEN, written)):
             leaves = {k: t.detach().requires_grad_() for k, t in made.items() if name == WRITTEN or k != "sink"}
-            given = {k: leaves.get(k, made[k]) for k in made}
+            given = made | leaves
             run = torch.compile(fn, dynamic=False)
             for what in ("fwd", "fb"):
                 call = both(lambda: run(**given, mask=mask), leaves, what == "fb")  # noqa: B023
@@ -206,28 +196,18 @@ class Run(running.PartRun[Settings]):
 
 
 def _rows(result: Result) -> Section:
-    rows = []
+    rows, units = [], {"tokens": "tokens", "size": "cubed", "keys": "keys"}
     for r in result["rows"]:
-        size = (
-            f"{r['tokens']} tokens" if "tokens" in r else f"{r['size']} cubed" if "size" in r else f"{r['keys']} keys"
-        )
-        time = f"{r['median_ms']:.4g}" if "median_ms" in r else f"failed: {r.get('error', '')}"
-        rows.append([size, r["what"], r["variant"], time, f"{r['differ']:.2g}" if "differ" in r else ""])
+        size = next(f"{r[k]} {unit}" for k, unit in units.items() if k in r)
+        time = figure(r, "median_ms", ".4g") or f"failed: {r.get('error', '')}"
+        rows.append([size, r["what"], r["variant"], time, figure(r, "differ", ".2g")])
     return "Times in ms", ["", "", "variant", "ms", "the two sides differ by"], rows
-
-
-def sections(result: Result) -> Iterator[Section]:
-    return sections_of(result, {"rows": _rows})
 
 
 def table(result: Result) -> str:
     """Returns the whole run as Markdown."""
-    return document(
-        "The rule's figures", [*facts(result), f"{result['settings']['timing']}; medians"], sections(result)
-    )
+    lines = [*facts(result), f"{result['settings']['timing']}; medians"]
+    return document("The rule's figures", lines, sections_of(result, {"rows": _rows}))
 
 
-def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the JSON and, next to it, the table."""
-    running.save(result, path)
-    path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
+write = functools.partial(processes.write, table=table)
