@@ -16,7 +16,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from benchmarks import multi_gpu  # noqa: E402
-from benchmarks.multi_gpu import jobs, verdict  # noqa: E402
+from benchmarks.multi_gpu import jobs, report  # noqa: E402
 from benchmarks.multi_gpu.jobs import Job, Outcome  # noqa: E402
 from benchmarks.multi_gpu.training import POLICIES  # noqa: E402
 
@@ -51,7 +51,7 @@ def test_a_job_that_hangs_is_ended_and_fails(tmp_path: pathlib.Path) -> None:
     found: dict[str, tuple[bool, str]] = {}
     plan = [Job(name, "context", "context:run", 2, 0.3) for name in ("hangs", "late")]
     began = time.monotonic()
-    jobs.run(plan, tmp_path, "cpu", True, 1, 0.2, lambda job, ends: found.update({job.name: verdict.passed(job, ends)}))
+    jobs.run(plan, tmp_path, "cpu", True, 1, 0.2, lambda job, ends: found.update({job.name: report.passed(job, ends)}))
     assert time.monotonic() - began < 30
     assert not found["hangs"][0] and "rank 1: ended by the time limit" in found["hangs"][1], found
     assert found["late"] == (False, "did not begin within the run's budget of seconds")
@@ -59,7 +59,7 @@ def test_a_job_that_hangs_is_ended_and_fails(tmp_path: pathlib.Path) -> None:
 
 def _dead(row: dict[str, Any] | None, code: int | None, log: str = "") -> tuple[bool, str]:
     job = Job("a rank dies", "failures", "failures:dtensor_dies", 2, 1)
-    return verdict.passed(job, [Outcome(0, row, code, 9.0, log), Outcome(1, {"dead": True}, verdict.DEAD, 1.0, "")])
+    return report.passed(job, [Outcome(0, row, code, 9.0, log), Outcome(1, {"dead": True}, report.DEAD, 1.0, "")])
 
 
 def test_a_death_must_end_in_an_error() -> None:
@@ -73,7 +73,7 @@ def test_a_death_must_end_in_an_error() -> None:
 
 def test_wrong_results_fail() -> None:
     def of(target: str, part: str, row: dict[str, Any]) -> tuple[bool, str]:
-        return verdict.passed(Job("job", part, target, 1, 1), [Outcome(0, row, 0, 1.0, "")])
+        return report.passed(Job("job", part, target, 1, 1), [Outcome(0, row, 0, 1.0, "")])
 
     good = {"failed": {}, "other_bits": []}
     assert of("checks:sharded_ops", "checks", good)[0]
@@ -95,5 +95,5 @@ def test_wrong_results_fail() -> None:
 def test_every_part_has_jobs_and_a_name_of_its_own(tmp_path: pathlib.Path) -> None:
     plan = multi_gpu.Settings("cuda", 4).plan(tmp_path)
     assert {job.part for job in plan} == set(multi_gpu.PARTS) and len({job.name for job in plan}) == len(plan)
-    assert all(job.target.endswith("_dies") or job.target in verdict._FOUND for job in plan)
+    assert all(job.target.endswith("_dies") or job.target in report._FOUND for job in plan)
     assert [job.timed for job in plan] == sorted((job.timed for job in plan), reverse=True)

@@ -9,27 +9,28 @@ result is written after every job. On a CPU (gloo, ``--toy``) the same jobs run 
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from .. import environment, running
+from .. import environment, processes
+from ..processes import Row
 from ..source_hash import ROUTING, source_hash
 from . import jobs
 from .jobs import Job, Outcome
-from .report import table
-from .verdict import passed
+from .report import passed, table
 
 __all__ = ["PARTS", "Settings", "run", "table", "write"]
 PARTS = ("checks", "fsdp", "scaling", "context", "failures")
 SHARES = 5
 """Jobs that the sharded ops are checked in on a GPU, where kernels take long to compile."""
+TINY = {"dim": 64, "layers": 1, "batch": 1, "seq": 16}
 
 
 @dataclasses.dataclass
@@ -46,119 +47,51 @@ class Settings:
 
     def plan(self, out: pathlib.Path) -> list[Job]:
         """Returns the jobs in the order in which they begin: those that take longest first."""
-        every = [job for part in PARTS if part in self.parts for job in _JOBS[part](self, out)]
+        every = [job for job in _jobs(self, out) if job.part in self.parts]
         chosen = [j for j in every if not self.only or any(word in j.name for word in self.only)]
         return sorted(chosen, key=lambda job: not job.timed)
 
 
-# --- the jobs -----------------------------------------------------------------------------------------------
+def _jobs(s: Settings, out: pathlib.Path) -> Iterator[Job]:
+    def either(toy: Any, full: Any) -> Any:
+        return toy if s.toy else full
 
+    def size(**full: int) -> dict[str, Any]:
+        return {"size": either(TINY, full)}
 
-def _checks(s: Settings, out: pathlib.Path) -> list[Job]:
-    shares = 1 if s.toy else SHARES
-    most = {"most": 8} if s.toy else {}
-    sharded = [
-        Job(
-            f"sharded ops {i + 1} of {shares}",
-            "checks",
-            "checks:sharded_ops",
-            s.ranks,
-            150,
-            options={"share": i, "shares": shares, "seconds": 60, **most},
-        )
-        for i in range(shares)
-    ]
-    few = {"seconds": 60, **({"most": 2} if s.toy else {})}
-    parallel = [
-        Job(
-            f"context parallel {i + 1} of {shares}",
-            "checks",
-            "checks:context",
-            s.ranks,
-            150,
-            options={"share": i, "shares": shares, **few},
-        )
-        for i in range(shares)
-    ]
-    return [*sharded, *parallel, Job("sharded training", "checks", "checks:trained", s.ranks, 150, options=few)]
+    shares, few = either(1, SHARES), {"seconds": 60} | either({"most": 2}, {})
+    for name, target, most in (
+        ("sharded ops", "sharded_ops", either({"most": 8}, {})),
+        ("context parallel", "context", few),
+    ):
+        for i in range(shares):
+            options = {"share": i, "shares": shares, "seconds": 60, **most}
+            yield Job(f"{name} {i + 1} of {shares}", "checks", f"checks:{target}", s.ranks, 150, options=options)
+    yield Job("sharded training", "checks", "checks:trained", s.ranks, 150, options=few)
 
-
-def _fsdp(s: Settings, out: pathlib.Path) -> list[Job]:
-    size = (
-        {"dim": 64, "layers": 1, "batch": 1, "seq": 16}
-        if s.toy
-        else {"dim": 1536, "layers": 2, "batch": 2, "seq": 1024}
-    )
-    losses = {"size": size, "steps": 3 if s.toy else 6, "bucket": 2**16 if s.toy else 25 * 2**20}
+    options = {"steps": either(3, 6), "bucket": either(2**16, 25 * 2**20)}
+    options = size(dim=1536, layers=2, batch=2, seq=1024) | options
+    yield Job("losses", "fsdp", "training:losses", s.ranks, 170, timeout_s=120, options=options)
     small = {"steps": 5, "dim": 32, "layers": 1, "batch": 2, "seq": 16}
-    example = {
-        "ranks": s.ranks,
-        "size": small if s.toy else {"steps": 40, "dim": 768, "layers": 2, "batch": 8, "seq": 1024},
-        "every": 2 if s.toy else 16,
-        "killed_after": 3 if s.toy else 27,
-        "picture": str(out.resolve() / ("train_fsdp-toy.png" if s.toy else "train_fsdp.png")),
-    }
-    return [
-        Job("losses", "fsdp", "training:losses", s.ranks, 170, timeout_s=120, options=losses),
-        Job("example", "fsdp", "example:run", 1, 170, group=False, options=example),
-    ]
+    full = {"steps": 40, "dim": 768, "layers": 2, "batch": 8, "seq": 1024}
+    options = {"ranks": s.ranks, "size": either(small, full), "every": either(2, 16), "killed_after": either(3, 27)}
+    options |= {"picture": str(out.resolve() / f"train_fsdp{either('-toy', '')}.png")}
+    yield Job("example", "fsdp", "resume:run", 1, 170, group=False, options=options)
+
+    options = size(dim=3072, layers=3, batch=4, seq=2048) | {"rounds": either(2, 6), "in_a_row": either(1, 5)}
+    yield Job("weak scaling", "scaling", "training:scaling", s.ranks, 170, timed=True, timeout_s=120, options=options)
+    for name in ("selection", "e79", "mhc"):
+        options = {"operator": name, "tokens": either(64, 65536), "rounds": either(2, 7)}
+        yield Job(f"context {name}", "context", "context:run", s.ranks, 150, timed=True, options=options)
+    options = size(dim=768, layers=1, batch=2, seq=512)
+    yield Job("one process", "failures", "failures:one_process", 1, 150, group=False, options=options)
+    for name, target in (("context parallel", "context_dies"), ("DTensor", "dtensor_dies")):
+        yield Job(f"a rank dies, {name}", "failures", f"failures:{target}", s.ranks, 120, timeout_s=20)
 
 
-def _scaling(s: Settings, out: pathlib.Path) -> list[Job]:
-    size = (
-        {"dim": 64, "layers": 1, "batch": 1, "seq": 16}
-        if s.toy
-        else {"dim": 3072, "layers": 3, "batch": 4, "seq": 2048}
-    )
-    options = {"size": size, "rounds": 2 if s.toy else 6, "in_a_row": 1 if s.toy else 5}
-    return [
-        Job("weak scaling", "scaling", "training:scaling", s.ranks, 170, timed=True, timeout_s=120, options=options)
-    ]
-
-
-def _context(s: Settings, out: pathlib.Path) -> list[Job]:
-    return [
-        Job(
-            f"context {name}",
-            "context",
-            "context:run",
-            s.ranks,
-            150,
-            timed=True,
-            options={"operator": name, "tokens": 64 if s.toy else 65536, "rounds": 2 if s.toy else 7},
-        )
-        for name in ("selection", "e79", "mhc")
-    ]
-
-
-def _failures(s: Settings, out: pathlib.Path) -> list[Job]:
-    size = (
-        {"dim": 64, "layers": 1, "batch": 1, "seq": 16} if s.toy else {"dim": 768, "layers": 1, "batch": 2, "seq": 512}
-    )
-    return [
-        Job("one process", "failures", "failures:one_process", 1, 150, group=False, options={"size": size}),
-        Job("a rank dies, context parallel", "failures", "failures:context_dies", s.ranks, 120, timeout_s=20),
-        Job("a rank dies, DTensor", "failures", "failures:dtensor_dies", s.ranks, 120, timeout_s=20),
-    ]
-
-
-_JOBS: dict[str, Callable[[Settings, pathlib.Path], list[Job]]] = {
-    "checks": _checks,
-    "fsdp": _fsdp,
-    "scaling": _scaling,
-    "context": _context,
-    "failures": _failures,
-}
-
-
-# --- the run ------------------------------------------------------------------------------------------------
-
-
-def run(settings: Settings, path: pathlib.Path, say: Callable[[str], None]) -> dict[str, Any]:
+def run(settings: Settings, path: pathlib.Path, say: Callable[[str], None]) -> Row:
     """Runs the jobs and returns the result; writes it to ``path`` and the table next to it after every job."""
-    began = time.monotonic()
-    result = _header(settings)
-    plan = settings.plan(path.parent)
+    began, result, plan = time.monotonic(), _header(settings), settings.plan(path.parent)
 
     def done(job: Job, outcomes: list[Outcome]) -> None:
         row = _row(job, outcomes)
@@ -177,37 +110,31 @@ def run(settings: Settings, path: pathlib.Path, say: Callable[[str], None]) -> d
     return result
 
 
-def _header(s: Settings) -> dict[str, Any]:
-    device = torch.device("cuda", 0) if s.device == "cuda" else torch.device("cpu")
-    nccl = torch.cuda.nccl.version() if s.device == "cuda" else None
+def _header(s: Settings) -> Row:
+    gpu = s.device == "cuda"
+    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     found = environment.header(device) | {"operator": "multi_gpu", "unit": "ms", "complete": False}
-    found["versions"]["nccl"] = None if nccl is None else ".".join(map(str, nccl))
+    found["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if gpu else None
     return found | {
         "routing_sha256": source_hash(folders=ROUTING),
         "distributed_sha256": source_hash(folders=("mhc_inductor/distributed",)),
         "ranks": s.ranks,
-        "backend": "nccl" if s.device == "cuda" else "gloo",
-        "notice": None if s.device == "cuda" else running.CPU_NOTICE,
+        "backend": "nccl" if gpu else "gloo",
+        "notice": processes.notice(device),
         "settings": {"toy": s.toy, "parts": list(s.parts), "only": list(s.only), "budget_s": s.budget_s},
         "variables": {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_NCCL_"))},
         "jobs": [],
     }
 
 
-def _row(job: Job, outcomes: list[Outcome]) -> dict[str, Any]:
+def _row(job: Job, outcomes: list[Outcome]) -> Row:
     """Returns what a job found, and how each of its processes ended."""
     good, why = passed(job, outcomes)
     ends = [{"rank": o.rank, "code": o.code, "seconds": o.seconds} for o in outcomes]
-    row = {"job": job.name, "part": job.part, "passed": good, "why": why, "processes": ends}
-    row["found"] = (
-        [o.row for o in outcomes] if job.part in ("checks", "failures") else outcomes[0].row if outcomes else None
-    )
-    if not good:
-        row["logs"] = [o.log[-2500:] for o in outcomes]
-    return row
+    rows, all_ranks = [o.row for o in outcomes], job.part in ("checks", "failures")
+    found = rows if all_ranks else rows[0] if rows else None
+    row = {"job": job.name, "part": job.part, "passed": good, "why": why, "processes": ends, "found": found}
+    return row if good else row | {"logs": [o.log[-2500:] for o in outcomes]}
 
 
-def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the JSON and the table."""
-    running.save(result, path)
-    path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
+write = functools.partial(processes.write, table=table)

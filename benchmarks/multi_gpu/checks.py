@@ -8,7 +8,7 @@ import functools
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,19 +16,9 @@ import torch
 from .rank import Ranks
 
 T = TypeVar("T")
-CONTEXT = (
-    "gather_ranges",
-    "ring_ranges",
-    "uneven_parts",
-    "lists_of_positions",
-    "keys_that_are_the_values_of_ranges",
-    "bf16",
-    "scans",
-    "index_of_all_keys",
-    "gradients_that_only_some_ranks_need",
-    "two_runs_give_equal_bits",
-    "errors_on_every_rank",
-)
+CONTEXT = ("gather_ranges", "ring_ranges", "uneven_parts", "lists_of_positions", "keys_that_are_the_values_of_ranges")
+CONTEXT += ("bf16", "scans", "index_of_all_keys", "gradients_that_only_some_ranks_need")
+CONTEXT += ("two_runs_give_equal_bits", "errors_on_every_rank")
 """Names in ``tests/distributed_checks.py``."""
 TRAINED = ("mhc_trains", "e79_trains", "selection_trains")
 """Names in ``tests/sharded_training.py``."""
@@ -40,12 +30,8 @@ PER_TOKEN = ("batch", "sequence", "queries")
 def fallbacks() -> Iterator[set[str]]:
     """Yields a set that collects what the package logs of inputs without a kernel."""
     found: set[str] = set()
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.add(record.getMessage()[:300])
-
-    handler, logger = Handler(), logging.getLogger("mhc_inductor")
+    handler, logger = logging.Handler(), logging.getLogger("mhc_inductor")
+    handler.emit = lambda record: found.add(record.getMessage()[:300])  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
         yield found
@@ -66,12 +52,10 @@ def sharded_ops(ranks: Ranks) -> dict[str, Any]:
 
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     plan = _samples(checks, ranks.options["share"], ranks.options["shares"], ranks.options.get("most"))
-    began, failed = time.monotonic(), dict[str, str]()
+    failed: dict[str, str] = {}
     row: dict[str, Any] = {"planned": len(plan), "samples": 0, "ways": 0, "ops": [], "other_bits": []}
     with fallbacks() as logged, deterministic_algorithms():
-        for turn, op, case, args in plan:
-            if max(ranks.everywhere(time.monotonic() - began)) > ranks.options["seconds"]:
-                break
+        for turn, op, case, args in _in_time(ranks, plan):
             sample = functools.partial(checks.sharded_sample, op, case, args, mesh)
             ways = _try(ranks, f"{op} {case}", sample, failed) or {}
             if turn == 0:
@@ -116,16 +100,22 @@ def _all(ranks: Ranks, checks: Mapping[str, Callable[[], None]]) -> dict[str, An
     """
     failed: dict[str, str] = {}
     done: list[str] = []
-    began = time.monotonic()
     with fallbacks() as logged:
-        for name, check in checks.items():
-            if max(ranks.everywhere(time.monotonic() - began)) > ranks.options["seconds"]:
-                break
+        for name, check in _in_time(ranks, checks.items()):
             _try(ranks, name, check, failed)
             done.append(name)
             ranks.note(checks=done, failed=failed)
     left = [name for name in checks if name not in done]
     return {"checks": done, "left_out": left, "failed": failed, "fallbacks": sorted(logged)}
+
+
+def _in_time(ranks: Ranks, items: Iterable[T]) -> Iterator[T]:
+    """Yields items until the seconds of one rank are over."""
+    began = time.monotonic()
+    for item in items:
+        if max(ranks.everywhere(time.monotonic() - began)) > ranks.options["seconds"]:
+            return
+        yield item
 
 
 def _try(ranks: Ranks, name: str, check: Callable[[], T], failed: dict[str, str]) -> T | None:

@@ -122,20 +122,19 @@ OPERATORS = {"selection": selection, "e79": scan, "mhc": connection}
 
 def run(ranks: Ranks) -> dict[str, Any]:
     """Measures one operator: equal results first, which also compile; then, alone on the machine, time and memory."""
-    op = OPERATORS[ranks.options["operator"]](ranks, ranks.options["tokens"])
-    gradients = _gradients_of(op, ranks)
-    checked = {name: _compared(op, name, gradients, ranks) for name in op.together}
-    del gradients
-    ranks.note(operator=op.name, tokens=ranks.options["tokens"], checked=checked)
+    op, rounds = OPERATORS[ranks.options["operator"]](ranks, ranks.options["tokens"]), ranks.options["rounds"]
+    found: dict[str, Any] = {"operator": op.name, "tokens": ranks.options["tokens"]}
+    want = _results(op.alone, op.whole)
+    checked = {name: _compared(op, fn, want, ranks) for name, fn in op.together.items()}
+    del want
+    ranks.note(**found, checked=checked)
     ranks.gate()
-    rounds = ranks.options["rounds"]
-    rows = [_measured("one rank", op.alone, list(op.whole), False, rounds, ranks)]
-    mine = op.part(ranks)
+    first = _measured("one rank", op.alone, list(op.whole), False, rounds, ranks)
+    rows, mine = [first], op.part(ranks)
     for name, fn in op.together.items():
-        rows.append(_measured(name, fn, mine, True, rounds, ranks) | {"results": checked[name]})
-    for row in rows[1:]:
-        row["speedup"] = {what: rows[0]["ms"][what] / row["ms"][what] for what in row["ms"]}
-    return {"operator": op.name, "tokens": ranks.options["tokens"], "rows": rows}
+        row = _measured(name, fn, mine, True, rounds, ranks) | {"results": checked[name]}
+        rows.append(row | {"speedup": {what: first["ms"][what] / row["ms"][what] for what in row["ms"]}})
+    return found | {"rows": rows}
 
 
 def _measured(
@@ -161,21 +160,20 @@ def _measured(
     row: dict[str, Any] = {"variant": name, "sent_bytes": {}, "peak_mb": {}}
     row["ms"] = {what: ranks.milliseconds(call, rounds, everyone) for what, call in calls.items()}
     for what, call in calls.items():
-        sent, peak = 0, None
+        sent, peak = [0], None
         if everyone or ranks.rank == 0:
-            with distributed_tools.counted_bytes() as counted:
+            with distributed_tools.counted_bytes() as sent:
                 peak = ranks.peak_mb(call)
-            sent = counted[0]
-        every = ranks.everywhere((sent, peak))
+        every = ranks.everywhere((sent[0], peak))
         row["sent_bytes"][what] = max(s for s, _ in every)
         row["peak_mb"][what] = max((p for _, p in every if p is not None), default=None)
     return row
 
 
-def _gradients_of(op: Operator, ranks: Ranks) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns outputs and gradients of the operator on one rank; every rank computes them."""
-    leaves = [t.detach().requires_grad_() for t in op.whole]
-    outs = op.alone(*leaves)
+def _results(fn: Callable[..., Outputs], inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns outputs and gradients of a call."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    outs = fn(*leaves)
     torch.autograd.backward(list(outs), [_upstream(o) for o in outs])
     return [o.detach() for o in outs], [t.grad for t in leaves if t.grad is not None]
 
@@ -185,24 +183,20 @@ def _upstream(out: Tensor) -> Tensor:
     return torch.linspace(0.5, 1.5, out.shape[-1], device=out.device).to(out.dtype).expand_as(out).contiguous()
 
 
-def _compared(op: Operator, name: str, whole: tuple[list[Tensor], list[Tensor]], ranks: Ranks) -> dict[str, Any]:
+def _compared(
+    op: Operator, fn: Callable[..., Outputs], want: tuple[list[Tensor], list[Tensor]], ranks: Ranks
+) -> dict[str, Any]:
     """Returns whether outputs have the bits of one rank's, and the relative errors of outputs and gradients."""
-    leaves = [t.requires_grad_() for t in op.part(ranks)]
-    outs = op.together[name](*leaves)
-    torch.autograd.backward(list(outs), [_upstream(o) for o in outs])
-    bits, errors = True, []
-    for out, want, dim in zip(outs, whole[0], op.out_dims, strict=True):
-        bits = bits and torch.equal(out, share(want, dim or 0, ranks))
-        errors.append(_error(out, share(want, dim or 0, ranks)))
-    grads = []
-    for leaf, want, dim in zip(leaves, whole[1], op.dims, strict=True):
-        grad = leaf.grad
-        assert grad is not None
+    outs, grads = _results(fn, op.part(ranks))
+    wholes = [share(whole, dim or 0, ranks) for whole, dim in zip(want[0], op.out_dims, strict=True)]
+    pairs, errors = list(zip(outs, wholes, strict=True)), []
+    for grad, whole, dim in zip(grads, want[1], op.dims, strict=True):
         if dim is None:
             grad = grad.clone()
             dist.all_reduce(grad)
-        grads.append(_error(grad, want if dim is None else share(want, dim, ranks)))
-    every = ranks.everywhere((bits, worst(errors), worst(grads)))
+        errors.append(_error(grad, whole if dim is None else share(whole, dim, ranks)))
+    bits = all(torch.equal(out, whole) for out, whole in pairs)
+    every = ranks.everywhere((bits, worst(_error(*pair) for pair in pairs), worst(errors)))
     return {
         "equal_bits": all(b for b, _, _ in every),
         "output_error": worst(e for _, e, _ in every),

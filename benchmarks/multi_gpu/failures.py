@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import threading
 import time
@@ -12,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import model as models
-from .model import Size
+from . import training
 from .rank import Ranks, worst
-from .training import make_deterministic
 
 DEAD = 17
 """The exit code of the rank that dies."""
@@ -26,36 +25,30 @@ DEAD = 17
 
 def one_process(ranks: Ranks) -> dict[str, Any]:
     """Trains a compiled model and calls the ops on every device of this process, in turn and from threads at once."""
-    make_deterministic()
+    training.make_deterministic()
     count = torch.cuda.device_count() if ranks.cuda else 2
     devices = [torch.device("cuda", i) for i in range(count)] if ranks.cuda else [torch.device("cpu")] * count
-    size = Size(**ranks.options["size"])
-    batch = next(models.batches(size, ranks, 0))
+    size = training.Size(**ranks.options["size"])
+    batch = next(training.batches(size, ranks, 0))
     # The current device stays the first: kernels must run where the tensors are.
-    first, *others = (_step(models.by_layer(models.built(size, ranks), ranks), batch, device) for device in devices)
-    threaded: dict[int, Any] = {}
+    first, *others = (_step(training.by_layer(size, ranks), batch, device) for device in devices)
     # Built here: the generator of the weights is the process's.
-    fresh = [models.by_layer(models.built(size, ranks), ranks) for _ in devices]
+    fresh, together = [training.by_layer(size, ranks) for _ in devices], threading.Barrier(count)
 
-    def work(i: int) -> None:
-        try:
-            threaded[i] = _step(fresh[i], batch, devices[i])
-        except Exception as e:
-            threaded[i] = f"{type(e).__name__}: {e}"
+    def work(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
+        together.wait()
+        return _step(model, batch, device)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors = [t for t in threaded.values() if isinstance(t, str)]
-    results = [*others, *(t for t in threaded.values() if not isinstance(t, str))]
-    apart = worst(_apart(first, r) for r in results)
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        threaded = [pool.submit(work, *pair) for pair in zip(fresh, devices, strict=True)]
+    errors = [f"{type(e).__name__}: {e}" for t in threaded if (e := t.exception())]
+    results = [*others, *(t.result() for t in threaded if not t.exception())]
+    pairs = [pair for r in results for pair in zip(first, r, strict=True)]
     return {
         "devices": [str(d) for d in devices],
         "threads_failed": errors,
         "equal_losses": all(torch.equal(first[0], r[0]) for r in results),
-        "gradient_difference": apart,
+        "gradient_difference": worst(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in pairs),
         "ops": _ops(devices),
     }
 
@@ -63,14 +56,9 @@ def one_process(ranks: Ranks) -> dict[str, Any]:
 def _step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Returns the loss and all gradients of a model that is moved to a device, on the CPU."""
     model.to(device)
-    loss = models.loss_of(model, (batch[0].to(device), batch[1].to(device)))
+    loss = training.loss_of(model, (batch[0].to(device), batch[1].to(device)))
     loss.backward()
     return [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
-
-
-def _apart(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
-    assert len(one) == len(two)
-    return worst(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(one, two, strict=True))
 
 
 def _ops(devices: list[torch.device]) -> dict[str, bool]:
@@ -85,13 +73,12 @@ def _ops(devices: list[torch.device]) -> dict[str, bool]:
     indices = torch.randint(0, 64, (1, 32, 1, 16), generator=g)
 
     def run(device: torch.device) -> dict[str, torch.Tensor]:
-        def there(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            return [t.to(device) for t in tensors]
-
+        args = [t.to(device) for t in (x, phi, alpha, bias)]
+        ats, chosen = [t.to(device) for t in (q, k, k + 1)], indices.to(device)
         return {
-            "mhc_pre": mi.mhc_pre(*there(x, phi, alpha, bias))[0].cpu(),  # type: ignore[call-arg]
-            "e79_scan": mi.e79_scan(*there(kvqm))[0].cpu(),
-            "selection_attention": mi.selection_attention(*there(q, k, k + 1), indices=indices.to(device)).cpu(),
+            "mhc_pre": mi.mhc_pre(*args)[0].cpu(),  # type: ignore[call-arg]
+            "e79_scan": mi.e79_scan(kvqm.to(device))[0].cpu(),
+            "selection_attention": mi.selection_attention(*ats, indices=chosen).cpu(),
         }
 
     first, *others = map(run, devices)
@@ -138,7 +125,7 @@ def _survived(ranks: Ranks, call: Any) -> dict[str, Any]:
         ranks.write({"dead": True})
         os._exit(DEAD)
     ranks.note(waits=True)
-    began = time.monotonic()
+    began, raised = time.monotonic(), ""
     try:
         call()
         # A collective of NCCL fails where its result is waited for.
@@ -147,5 +134,5 @@ def _survived(ranks: Ranks, call: Any) -> dict[str, Any]:
             ranks.wait()
             dist.all_reduce(torch.ones(1))
     except Exception as e:
-        return {"raised": f"{type(e).__name__}: {e}"[:500], "after_s": round(time.monotonic() - began, 1)}
-    return {"raised": "", "after_s": round(time.monotonic() - began, 1)}
+        raised = f"{type(e).__name__}: {e}"[:500]
+    return {"raised": raised, "after_s": round(time.monotonic() - began, 1)}

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..processes import environ
 from ..source_hash import ROOT
 
 GRACE_S = 8.0
@@ -60,24 +61,21 @@ class Running:
     """The processes of a job, whose files are in a folder of their own."""
 
     def __init__(self, job: Job, folder: pathlib.Path, device: str, toy: bool) -> None:
-        self.job, self.folder = job, folder
+        self.job, self.folder, self.began, self.opened = job, folder, time.monotonic(), False
         folder.mkdir(parents=True)
-        self.began = time.monotonic()
         self.deadline: float | None = self.began + job.limit_s
         self.ended: dict[int, tuple[int | None, float]] = {}
-        self.opened = False
-        self.processes = [self._start(rank, device, toy) for rank in range(job.ranks)]
+        words = dataclasses.asdict(job) | {"device": device, "toy": toy, "folder": str(folder)}
+        self.processes = [self._start(words | {"rank": rank}) for rank in range(job.ranks)]
 
-    def _start(self, rank: int, device: str, toy: bool) -> subprocess.Popen[bytes]:
-        words = dataclasses.asdict(self.job) | {"rank": rank, "device": device, "toy": toy, "folder": str(self.folder)}
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-        env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1" if toy else "4"}
+    def _start(self, words: dict[str, Any]) -> subprocess.Popen[bytes]:
+        env = environ(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1" if words["toy"] else "4")
         # Many processes compile at once; each would otherwise start a worker for every processor.
         env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
         if not self.job.timed:
             env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # equal bits in two runs
         command = [sys.executable, "-m", "benchmarks.multi_gpu.rank", json.dumps(words)]
-        with (self.folder / f"log{rank}.txt").open("wb") as log:
+        with (self.folder / f"log{words['rank']}.txt").open("wb") as log:
             return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
 
     @property
@@ -96,12 +94,11 @@ class Running:
         for rank, process in enumerate(self.processes):
             if rank not in self.ended and process.poll() is not None:
                 self.ended[rank] = (process.returncode, now - self.began)
-        if len(self.ended) == len(self.processes):
-            return True
-        if self.job.timed and self.waits:
-            self.deadline = None
-        if now > min(cut, self.deadline or cut):
-            self.end()
+        if len(self.ended) < len(self.processes):
+            if self.job.timed and self.waits:
+                self.deadline = None
+            if now > min(cut, self.deadline or cut):
+                self.end()
         return len(self.ended) == len(self.processes)
 
     def end(self) -> None:
@@ -117,14 +114,10 @@ class Running:
             process.wait()
             self.ended[rank] = (None, time.monotonic() - self.began)
 
-    def outcomes(self) -> list[Outcome]:
-        return [self._outcome(rank) for rank in range(self.job.ranks)]
-
-    def _outcome(self, rank: int) -> Outcome:
-        row = None
+    def outcome(self, rank: int) -> Outcome:
+        row, (code, seconds) = None, self.ended[rank]
         with contextlib.suppress(OSError, ValueError):
             row = json.loads((self.folder / f"rank{rank}.json").read_text())
-        code, seconds = self.ended[rank]
         log = (self.folder / f"log{rank}.txt").read_text(errors="replace")
         return Outcome(rank, row, code, round(seconds, 1), log)
 
@@ -162,16 +155,12 @@ def run(
                     running[job.name] = Running(job, folder / job.name, device, toy)
             for name in [name for name, r in running.items() if r.poll(cut)]:
                 ended = running.pop(name)
-                done(ended.job, ended.outcomes())
-            _open_a_gate(running, alone=not waiting or side_by_side == 1)
+                done(ended.job, [ended.outcome(rank) for rank in range(ended.job.ranks)])
+            # The gate of one timed job opens if every other job stands at its own.
+            held = [r for r in running.values() if r.job.timed and r.waits]
+            if (not waiting or side_by_side == 1) and held and len(held) == len(running):
+                held[0].open()
             time.sleep(0.1)
     finally:
         for r in running.values():
             r.end()
-
-
-def _open_a_gate(running: Mapping[str, Running], alone: bool) -> None:
-    """Opens the gate of one timed job if every other job stands at its own."""
-    held = [r for r in running.values() if r.job.timed and r.waits]
-    if alone and held and len(held) == len(running):
-        held[0].open()

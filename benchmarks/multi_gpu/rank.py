@@ -26,7 +26,7 @@ from ..source_hash import ROOT
 
 
 class Ranks:
-    """What a process knows of its job."""
+    """What a process knows of its job. Its row is a file of the job's folder."""
 
     def __init__(self, words: dict[str, Any]) -> None:
         self.rank, self.size, self.toy, self.timed = words["rank"], words["ranks"], words["toy"], words["timed"]
@@ -36,11 +36,6 @@ class Ranks:
         self.device = torch.device("cuda", self.rank) if self.cuda else torch.device("cpu")
         self.group, self.timeout = words["group"], datetime.timedelta(seconds=words["timeout_s"])
         self.notes: dict[str, Any] = {}
-
-    @property
-    def path(self) -> pathlib.Path:
-        """The file that a row is written to."""
-        return self.folder / f"rank{self.rank}.json"
 
     def join(self) -> None:
         """Takes this rank's device, and joins the process group."""
@@ -54,9 +49,10 @@ class Ranks:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
 
     def write(self, row: dict[str, Any]) -> None:
-        made = self.path.with_suffix(".tmp")
+        path = self.folder / f"rank{self.rank}.json"
+        made = path.with_suffix(".tmp")
         made.write_text(json.dumps({**self.notes, **row}))
-        made.replace(self.path)
+        made.replace(path)
 
     def note(self, **values: Any) -> None:
         """Adds to the row, and writes it: what a process had found stays if it is ended."""
@@ -91,9 +87,7 @@ class Ranks:
         self.wait()
         dist.all_reduce(torch.zeros(1))
 
-    def milliseconds(
-        self, call: Callable[[], Any], rounds: int, everyone: bool = True, in_a_row: int = 1
-    ) -> float | None:
+    def milliseconds(self, call: Callable[[], Any], rounds: int, everyone: bool = True, in_a_row: int = 1) -> float:
         """Returns the median over rounds of the slowest rank's time, or of the first rank's if it runs alone.
 
         Args:
@@ -102,18 +96,17 @@ class Ranks:
             everyone: Whether all ranks call it. Otherwise only the first does, and the others wait.
             in_a_row: Calls a time, which the device gets without waiting in between; the time is divided by them.
         """
-        mine = everyone or self.rank == 0
-        if mine:
+        calls, samples = in_a_row if everyone or self.rank == 0 else 0, []
+        if calls:
             call()
-        samples = []
         for _ in range(rounds):
             self.together()
             began = time.perf_counter()
-            for _ in range(in_a_row if mine else 0):
+            for _ in range(calls):
                 call()
             self.wait()
             taken = 1e3 * (time.perf_counter() - began) / in_a_row
-            samples.append(max(t for t in self.everywhere(taken if mine else 0.0)))
+            samples.append(max(self.everywhere(taken if calls else 0.0)))
         return statistics.median(samples)
 
     def peak_mb(self, call: Callable[[], Any]) -> float | None:
@@ -138,7 +131,7 @@ def worst(values: Iterable[float]) -> float:
 def main(words: str) -> None:
     given = json.loads(words)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
-    ranks = Ranks(given)
+    ranks, code = Ranks(given), 0
     try:
         ranks.join()
         import mhc_inductor  # noqa: F401  (registers the backend in a checkout that is not installed)
@@ -150,15 +143,10 @@ def main(words: str) -> None:
     except BaseException as e:
         traceback.print_exc()
         ranks.write({"error": f"{type(e).__name__}: {e}"[:2000], "trace": traceback.format_exc()[-3000:]})
-        _leave(1)
-    _leave(0)
-
-
-def _leave(code: int) -> None:
-    """Ends the process without taking the group down: a rank that is gone would make the others wait."""
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(code)  # without taking the group down: a rank that is gone would make the others wait
 
 
 if __name__ == "__main__":

@@ -1,30 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains examples/train_fsdp.py as one process of torchrun, and dies by SIGKILL in the middle of a step.
+"""``examples/train_fsdp.py`` under torchrun: trained to the end, killed in a step, and resumed.
 
-Its argument is JSON: "folder"; "turn", "first", which trains to the end, and again until it is killed, or "again", which
-resumes; "size" of :class:`train_fsdp.Size`; "every", the steps between checkpoints; "killed_after", a step that no
-checkpoint holds; "device"; and "inductor", false for a trial without Inductor's C++, which takes a minute to compile.
+torchrun runs this module too, once for each rank. Its argument is JSON: "folder"; "turn", "first", which trains to the
+end, and again until it dies by SIGKILL in the middle of a step, or "again", which resumes; "size" of
+:class:`train_fsdp.Size`; "every", the steps between checkpoints; "killed_after", a step that no checkpoint holds;
+"device"; and "inductor", false for a trial without Inductor's C++, which takes a minute to compile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
+import shutil
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS is not deterministic
 
 import torch
 import torch.distributed as dist
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+from ..source_hash import ROOT
+from .rank import Ranks
+from .training import make_deterministic
+
+# --- the job ------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    words = json.loads(sys.argv[1])
+def run(ranks: Ranks) -> dict[str, Any]:
+    """Starts torchrun twice: the first is killed after a step that no checkpoint holds, the second resumes."""
+    folder, count = ranks.folder / "example", ranks.options["ranks"]
+    folder.mkdir()
+    words = {**ranks.options, "device": ranks.device.type, "inductor": not ranks.toy, "folder": str(folder)}
+    first = _torchrun(words | {"turn": "first"}, count)
+    ranks.note(first=first)
+    again = _torchrun(words | {"turn": "again"}, count)
+    found = {n: [_losses(folder, n, rank) for rank in range(count)] for n in ("whole", "resumed")}
+    picture = folder / "cut.png"
+    if picture.exists():
+        shutil.copyfile(picture, ranks.options["picture"])
+    return {
+        "first": first,
+        "again": again,
+        "losses": found["whole"][0],
+        "checkpoints": sorted(f.parent.name for f in (folder / "cut").glob("*/.metadata")),
+        "nothing_lost": None not in found["whole"] and found["whole"] == found["resumed"],
+        "first_difference": _first_difference(found["whole"][0] or (), found["resumed"][0] or ()),
+        "picture": picture.exists(),
+    }
+
+
+def _losses(folder: pathlib.Path, name: str, rank: int) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / f"{name}{rank}.json").read_text())
+    return None
+
+
+def _first_difference(a: Sequence[float], b: Sequence[float]) -> tuple[int, float] | None:
+    """Returns the first step whose losses differ, counted from 0, and the largest relative difference of all."""
+    differ = [step for step, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+    return (differ[0], max(abs(a[i] - b[i]) / abs(a[i]) for i in differ)) if differ else None
+
+
+def _torchrun(words: dict[str, Any], count: int) -> dict[str, Any]:
+    """Runs this module as ``count`` ranks to its end; returns exit code and the end of the output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command += ["-m", "benchmarks.multi_gpu.resume", json.dumps(words)]
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, "COLUMNS": "200"}  # else cuBLAS is not deterministic
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    return {"code": done.returncode, "output": (done.stdout + done.stderr)[-6000:]}
+
+
+# --- a rank -------------------------------------------------------------------------------------------------
+
+
+def main(words: dict[str, Any]) -> None:
     folder = pathlib.Path(words["folder"])
     sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
     import train_fsdp
@@ -37,21 +90,24 @@ def main() -> None:
         losses: list[float] = train_fsdp.train(size, 0, device, at, words["every"], folder / f"{name}.png").losses
         return losses
 
+    def note(name: str, values: list[Any]) -> None:
+        (folder / f"{name}{dist.get_rank()}.json").write_text(json.dumps(values))
+
     if words["turn"] == "first":
-        _note(folder, "whole", run("whole"))
+        note("whole", run("whole"))
         _die_after(train_fsdp, words["killed_after"])
         run("cut")
-    _note(folder, "resumed", run("cut"))
-    _note(folder, "graphs", [torch._dynamo.utils.counters["stats"]["unique_graphs"]])
+    note("resumed", run("cut"))
+    note("graphs", [torch._dynamo.utils.counters["stats"]["unique_graphs"]])
     dist.destroy_process_group()
 
 
 def _device(words: dict[str, Any]) -> torch.device:
     """Joins the process group, and returns this process's device."""
-    from benchmarks.multi_gpu.training import make_deterministic
-
     if not words["inductor"]:
-        _without_inductor()
+        from tests.trainer_runs import without_inductor
+
+        without_inductor()
     make_deterministic()  # losses are compared in bits
     if words["device"] == "cpu":
         torch.set_num_threads(1)
@@ -61,18 +117,6 @@ def _device(words: dict[str, Any]) -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     return device
-
-
-def _without_inductor() -> None:
-    """Keeps the package's passes and ops, and runs the graphs without generated code."""
-    import torch._inductor.compile_fx as compile_fx_module
-    from torch._dynamo.backends.debugging import aot_eager
-
-    import mhc_inductor
-
-    mhc_inductor.enable()
-    mhc_inductor.disable()
-    compile_fx_module.compile_fx = lambda gm, inputs, *_, **__: aot_eager(gm, inputs)
 
 
 def _die_after(train_fsdp: Any, steps: int) -> None:
@@ -87,9 +131,5 @@ def _die_after(train_fsdp: Any, steps: int) -> None:
     train_fsdp.one_step = killed
 
 
-def _note(folder: pathlib.Path, name: str, values: list[Any]) -> None:
-    (folder / f"{name}{dist.get_rank()}.json").write_text(json.dumps(values))
-
-
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))
