@@ -15,7 +15,7 @@ import transformers
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import ways
+from benchmarks import processes, ways
 from benchmarks.ways import cell
 from benchmarks.ways.cell import NAMED, RIGHT, WAYS, WIDE, WRONG, Got, Runner
 from benchmarks.ways.models import MODELS, missing
@@ -189,7 +189,8 @@ def test_a_device_that_is_broken_blames_no_one_else(monkeypatch):
 
 PLANTED = """
 import os, sys, time
-from benchmarks.ways import cell, worker
+from benchmarks import worker
+from benchmarks.ways import cell
 def measure(model, way, device, toy):
     print("noise")
     if way == "decode":
@@ -207,10 +208,10 @@ worker.main(*sys.argv[1:])
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
     """Starts processes in which one way exits, one hangs and one raises."""
-    script, popen = tmp_path / "planted.py", ways.subprocess.Popen
+    script, popen = tmp_path / "planted.py", processes.subprocess.Popen
     script.write_text(PLANTED)
     monkeypatch.setattr(
-        ways.subprocess, "Popen", lambda words, **given: popen([words[0], str(script), *words[3:]], **given)
+        processes.subprocess, "Popen", lambda words, **given: popen([words[0], str(script), *words[3:]], **given)
     )
     return tmp_path
 
@@ -237,18 +238,20 @@ class Fake:
     def __init__(self, *_: Any) -> None:
         self.closed = False
 
-    def measure(self, measured: tuple[str, str], limit: float) -> dict[str, Any]:
-        return {"status": WRONG if measured in BAD else RIGHT, "why": "", "routed": {}}
-
     def close(self) -> None:
         self.closed = True
+
+
+def answered(_: Fake, measured: tuple[str, str], limit: float) -> dict[str, Any]:
+    return {"status": WRONG if measured in BAD else RIGHT, "why": "", "routed": {}}
 
 
 BAD = (("mhc", "decode"), ("e79", "fp32"))
 
 
 def test_a_second_run_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(ways, "Worker", Fake)
+    monkeypatch.setattr(ways, "start", Fake)
+    monkeypatch.setattr(ways, "ask", answered)
     monkeypatch.setattr(ways, "source_hash", lambda **_: "these")
     made, path, said = ways.Settings("cpu", True, jobs=3), tmp_path / "ways.json", []
 
@@ -270,18 +273,18 @@ def test_a_second_run_goes_on(tmp_path, monkeypatch):
 
 
 def test_the_command_and_its_table(tmp_path, monkeypatch):
-    def instead(self: Any, step: Any) -> None:
-        for number, (name, way) in enumerate(self.settings.plan()):
+    def instead(made: ways.Settings, _: Any, rows: dict[tuple[str, str], Any], done: Any) -> None:
+        for number, (name, way) in enumerate(made.plan()):
             row = {"status": RIGHT, "why": "", "routed": {"mhc_pre": 2, "mhc_post": 1}}
             row |= {"from fp32": {"median token": 0.011, "gradients": 0.01}}
             row |= {"eager from fp32": {"median token": 0.01, "gradients": 0.01}}
             if MODELS[name].wide:
                 row |= {"ours": {"ms": 12.34, "peak_gib": 3.0}, "eager": {"error": "out of memory"}, "loss": 9.5}
             row = row if number else {"status": WRONG, "why": "a | b"}
-            self.rows[name, way] = row if (name, way) != ("mhc", "decode") else {"status": NAMED, "why": "no cache"}
-        self.save()
+            rows[name, way] = row if (name, way) != ("mhc", "decode") else {"status": NAMED, "why": "no cache"}
+        done("")
 
-    monkeypatch.setattr(ways.Driver, "run", instead)
+    monkeypatch.setattr(ways, "measure", instead)
     words = ["ways", "--device", "cpu", "--out", str(tmp_path), "--keep", str(tmp_path / "kept")]
     done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == 1, done.output

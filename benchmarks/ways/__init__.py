@@ -8,32 +8,32 @@ long ends its process and no other. Rows are saved in the result as they come, f
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from .. import environment, running
+from .. import environment, processes, running
+from ..processes import Row, figure
 from ..report import facts, markdown
 from ..source_hash import source_hash
+from . import cell
 from .cell import NAMED, RIGHT, STRICT, WAYS, WIDE, WRONG
 from .models import MODELS
 
-__all__ = ["Settings", "run", "table", "write"]
+__all__ = ["Settings", "run", "serve", "table", "write"]
 SOURCES = ("kernels", "lowerings", "mhc_inductor", "benchmarks/ways")
 """What a row depends on."""
 NOT_RUN = "not run"
-Row = dict[str, Any]
 Cell = tuple[str, str]
 
 
@@ -62,100 +62,92 @@ class Settings:
         return not self.only or any(word in ": ".join(cell) for word in self.only)
 
 
-class Worker:
-    """A process that measures cells, one at a time."""
-
-    def __init__(self, settings: Settings, log: pathlib.Path, jobs: int, gpu: str) -> None:
-        self.log, threads = log, max(1, (os.cpu_count() or 1) // jobs)
-        places = [*settings.paths, str(environment.ROOT), os.environ.get("PYTHONPATH", "")]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
-        env["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
-        env["PYTHONUNBUFFERED"] = "1"  # a process that crashes does not write what Python buffered
-        env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
-        for name, folder in (("TORCHINDUCTOR", "inductor"), ("TRITON", "triton")):
-            env.setdefault(f"{name}_CACHE_DIR", str(log.parent / folder))
-        words = [sys.executable, "-m", "benchmarks.ways.worker", settings.device, str(int(settings.toy)), str(threads)]
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                words,
-                cwd=environment.ROOT,
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        assert self.process.stdout is not None
-        self.process.stdout.readline()  # ready
-
-    def measure(self, cell: Cell, limit: float) -> Row:
-        """Returns the row of a cell; where the process ends first, with how and the end of what it printed."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        late, start = threading.Timer(limit, self.process.kill), time.monotonic()
-        late.start()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(cell) + "\n")
-            self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        late.cancel()
-        if answer:
-            return json.loads(answer)  # type: ignore[no-any-return]
-        code = self.process.wait()
-        passed = time.monotonic() - start >= limit
-        why = f"took longer than {limit:.0f} s" if passed else f"the process ended with {code}"
-        return {"status": WRONG, "why": why, "output": self.log.read_text(errors="replace")[-3000:]}
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+# ---- processes
 
 
-class Driver:
-    """Runs the cells that ``rows`` lacks, and puts their rows there; ``save`` is called after each."""
+def serve(answer: Callable[[str], None], device: str, toy: str, threads: str) -> None:
+    """Answers "ready", then each cell, a line of stdin, with its row, until one raises: the next needs a fresh process."""
+    torch.set_num_threads(int(threads))
+    answer("ready")
+    for line in sys.stdin:
+        row: Row
+        try:
+            row = cell.measure(*json.loads(line), torch.device(device), bool(int(toy)))
+        except Exception as error:
+            row = {"status": WRONG, "why": cell.said(error), "output": traceback.format_exc()[-3000:]}
+        answer(json.dumps(running.cleaned(row)))
+        if "output" in row:
+            return
+        cell.free()
 
-    def __init__(
-        self, settings: Settings, folder: pathlib.Path, rows: dict[Cell, Row], save: Callable[[], None]
-    ) -> None:
-        self.settings, self.folder, self.rows, self.save = settings, folder, rows, save
-        self.began, self.lock = time.monotonic(), threading.Lock()
-        folder.mkdir(parents=True, exist_ok=True)
 
-    def run(self, step: Callable[[str], None]) -> None:
-        todo = [c for c in self.settings.plan() if c not in self.rows and self.settings.chosen(c)]
-        gpus = torch.cuda.device_count() if self.settings.device.startswith("cuda") else 0
-        running: list[threading.Thread] = []
-        for wide, jobs in ((False, self.settings.jobs), (True, 1)):  # a model of full width has a device to itself
-            queue = collections.deque(c for c in todo if bool(MODELS[c[0]].wide) == wide)
-            jobs, gpu = min(jobs, len(queue)), str(int(wide)) if gpus > 1 else ""
-            running += [threading.Thread(target=self._work, args=(queue, gpu, k, jobs, step)) for k in range(jobs)]
-            if gpus < 2 or wide:
-                for thread in running:
-                    thread.start()
-                while running:
-                    running.pop().join()
+def start(settings: Settings, log: pathlib.Path, jobs: int, gpu: str) -> processes.Worker:
+    """Starts a process that measures cells, one at a time."""
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    # A process that crashes does not write what Python buffered.
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+    for name, folder in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        env[name] = os.environ.get(name, str(log.parent / folder))
+    words = ["serve", "ways", settings.device, str(int(settings.toy)), threads]
+    worker = processes.Worker(words, log, processes.environ(*settings.paths, **env))
+    worker.answer()  # ready
+    return worker
 
-    def _work(
-        self, queue: collections.deque[Cell], gpu: str, number: int, jobs: int, step: Callable[[str], None]
-    ) -> None:
-        worker: Worker | None = None
-        name = f"worker{gpu}-{number}.log"
-        while time.monotonic() - self.began < self.settings.budget_s:
-            with self.lock:
+
+def ask(worker: processes.Worker, of: Cell, limit: float) -> Row:
+    """Returns the row of a cell; where the process ends first, with how and the end of what it printed."""
+    late, began = threading.Timer(limit, worker.process.kill), time.monotonic()
+    late.start()
+    worker.tell(json.dumps(of))
+    answer = worker.answer()
+    late.cancel()
+    if answer:
+        return json.loads(answer)  # type: ignore[no-any-return]
+    code, passed = worker.process.wait(), time.monotonic() - began >= limit
+    why = f"took longer than {limit:.0f} s" if passed else f"the process ended with {code}"
+    return {"status": WRONG, "why": why, "output": worker.output()}
+
+
+def measure(settings: Settings, folder: pathlib.Path, rows: dict[Cell, Row], done: Callable[[str], None]) -> None:
+    """Measures the cells that ``rows`` lacks, and puts their rows there; ``done`` is called after each, with a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    began, lock = time.monotonic(), threading.Lock()
+
+    def work(queue: collections.deque[Cell], gpu: str, number: int, jobs: int) -> None:
+        worker = None
+        while time.monotonic() - began < settings.budget_s:
+            with lock:
                 if not queue:
                     break
-                cell = queue.popleft()
-            start = time.monotonic()
-            worker = worker or Worker(self.settings, self.folder / name, jobs, gpu)
-            row = worker.measure(cell, self.settings.limit_s) | {"seconds": round(time.monotonic() - start, 1)}
+                of = queue.popleft()
+            at = time.monotonic()
+            worker = worker or start(settings, folder / f"worker{gpu}-{number}.log", jobs, gpu)
+            row = ask(worker, of, settings.limit_s) | {"seconds": round(time.monotonic() - at, 1)}
             if "output" in row:
                 worker.close()
                 worker = None
-            with self.lock:
-                self.rows[cell] = row
-                self.save()
-                step(f"{time.monotonic() - self.began:4.0f} s  {': '.join(cell):35} {text(row)}")
+            with lock:
+                rows[of] = row
+                done(f"{time.monotonic() - began:4.0f} s  {': '.join(of):35} {text(row)}")
         if worker:
             worker.close()
+
+    todo = [c for c in settings.plan() if c not in rows and settings.chosen(c)]
+    gpus = torch.cuda.device_count() if settings.device.startswith("cuda") else 0
+    threads: list[threading.Thread] = []
+    for wide, jobs in ((False, settings.jobs), (True, 1)):  # a model of full width has a device to itself
+        queue = collections.deque(c for c in todo if bool(MODELS[c[0]].wide) == wide)
+        jobs, gpu = min(jobs, len(queue)), str(int(wide)) if gpus > 1 else ""
+        threads += [threading.Thread(target=work, args=(queue, gpu, k, jobs)) for k in range(jobs)]
+        if gpus < 2 or wide:
+            for thread in threads:
+                thread.start()
+            while threads:
+                threads.pop().join()
+
+
+# ---- the result
 
 
 def stamp(settings: Settings) -> str:
@@ -167,34 +159,26 @@ def stamp(settings: Settings) -> str:
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
-def run(settings: Settings, path: pathlib.Path, folder: pathlib.Path, step: Callable[[str], None]) -> dict[str, Any]:
+def run(settings: Settings, path: pathlib.Path, folder: pathlib.Path, step: Callable[[str], None]) -> Row:
     """Runs the cells that the result at ``path`` lacks or has wrong, and returns and saves it."""
-    import transformers
-
     device, mark = torch.device(settings.device), stamp(settings)
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows: dict[Cell, Row] = {
-        (r["model"], r["way"]): r for r in kept if r.get("stamp") == mark and r["status"] in (RIGHT, NAMED)
-    }
-    result = environment.header(device) | {"operator": "ways"}
-    result["versions"]["transformers"] = transformers.__version__
-    result["notice"] = None if device.type == "cuda" else running.CPU_NOTICE
+    good = [r for r in kept if r.get("stamp") == mark and r["status"] in (RIGHT, NAMED)]
+    rows: dict[Cell, Row] = {(r["model"], r["way"]): r for r in good}
+    result = processes.header("ways", device)
+    result["notice"] = processes.notice(device)
 
-    def save() -> None:
+    def save(line: str = "") -> None:
         named = {c: {"model": c[0], "way": c[1], "stamp": mark, "status": NOT_RUN} for c in settings.plan()}
         result["rows"] = [{**made, **rows.get(c, {})} for c, made in named.items()]
         result["complete"] = all(r["status"] in (RIGHT, NAMED) for r in result["rows"])
         write(result, path)
+        if line:
+            step(line)
 
     save()
-    Driver(settings, folder, rows, save).run(step)
+    measure(settings, folder, rows, save)
     return result
-
-
-def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the JSON and, next to it, the table."""
-    running.save(result, path)
-    path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
 
 
 # ---- the table
@@ -212,37 +196,33 @@ def text(row: Row) -> str:
     return f"ok{errors}, {routed if routed else '**nothing**'} routed{skipped}"
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Row) -> str:
     """Returns the run as Markdown."""
     by = {(r["model"], r["way"]): r for r in result["rows"]}
     counts = collections.Counter(r["status"] for r in result["rows"])
     notes: dict[str, int] = {}
 
-    def cell(row: Row) -> str:
+    def shown(row: Row) -> str:
         if row["status"] in (RIGHT, NOT_RUN):
             return text(row)
         return f"{row['status']} [{notes.setdefault(row['why'].replace('|', '/'), len(notes) + 1)}]"
 
     small, wide = ([m for m, of in MODELS.items() if bool(of.wide) == w] for w in (False, True))
-    grid = [[way, *(cell(by[m, way]) for m in small)] for way in WAYS]
+    grid = [[way, *(shown(by[m, way]) for m in small)] for way in WAYS]
     rows = []
     for m, way in ((m, w) for m in wide for w in WIDE):
         row = by[m, way]
-        for who in ("ours", "eager"):
-            of, loss = row.get(who, {}), row.get("loss" if who == "ours" else "eager loss")
-            loss = f"{loss:.4f}" if loss else ""
-            cells = [
-                f"{of['ms']:.1f}" if "ms" in of else of.get("error", ""),
-                f"{of['peak_gib']:.1f}" if "peak_gib" in of else "",
-                loss,
-            ]
-            rows.append([m, way, 'backend="mhc_inductor"' if who == "ours" else "eager", *cells])
-            rows[-1].append(cell(row) if who == "ours" else "")
+        for who, name, loss in (("ours", 'backend="mhc_inductor"', "loss"), ("eager", "eager", "eager loss")):
+            of = row.get(who, {})
+            cells = [m, way, name, figure(of, "ms", ".1f") or of.get("error", ""), figure(of, "peak_gib", ".1f")]
+            rows.append([*cells, f"{row[loss]:.4f}" if row.get(loss) else "", shown(row) if who == "ours" else ""])
     lines = [*facts(result), f"transformers {result['versions'].get('transformers')}, random weights"]
     lines += [", ".join(f"{n} cells {status}" for status, n in sorted(counts.items(), reverse=True))]
     lines += ["ok 1.1x: the error against fp32 is at most 1.1 times eager's; then how many formulas were routed"]
-    parts = ["# Ways to train and serve, against eager", "\n".join(f"- {line}" for line in lines)]
-    parts += [markdown(["", *small], grid), "## Published widths, 8192 tokens"]
+    parts = [markdown(["", *small], grid), "## Published widths, 8192 tokens"]
     parts += [markdown(["model", "", "run by", "ms", "peak, GiB", "loss", ""], rows)]
-    parts += ["\n".join(f"{n}. {why}" for why, n in notes.items())] if notes else []
-    return "\n\n".join(parts) + "\n"
+    last = "\n".join(f"{n}. {why}" for why, n in notes.items())
+    return processes.document("Ways to train and serve, against eager", lines, *parts, last)
+
+
+write = functools.partial(processes.write, table=table)

@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import gc
 import statistics
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import mhc_inductor
 
-from .. import routing
+from .. import processes, routing
 from .models import MODELS, Model, build, missing
 
 FACTOR, FP32_BOUND, LOSS_BOUND = 2.0, 1e-3, 1e-2
@@ -148,21 +147,17 @@ class Runner:
     def got(self, model: nn.Module, call: Callable[..., Any], exact: bool = False, calls: int = 1) -> Got:
         for _ in range(calls):
             rows, loss = self.step(model, call, exact)
-        named = model.named_parameters()
-        return Got([r.cpu() for r in rows], loss, {n: None if p.grad is None else p.grad.cpu() for n, p in named})
+        grads = {n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()}
+        return Got([r.cpu() for r in rows], loss, grads)
 
     def timed(self, call: Callable[..., Any]) -> dict[str, Any]:
         """Returns the median ms of three steps after one, and their peak in GiB."""
         free()
         self.step(self.model, call)
-        cuda, times = self.device.type == "cuda", []
+        cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        for _ in range(3):
-            start = time.perf_counter()
-            self.step(self.model, call)
-            works(self.device)  # waits for it
-            times.append(1e3 * (time.perf_counter() - start))
+        times = [1e3 * processes.seconds(lambda: self.step(self.model, call), self.device) for _ in range(3)]
         return {"ms": statistics.median(times), "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None}
 
     @contextlib.contextmanager
@@ -218,20 +213,19 @@ def errors(got: Got, want: Got) -> dict[str, float]:
     return found
 
 
-def finite(t: Tensor) -> bool:
-    return bool(t.isfinite().all())
-
-
-def without(grads: dict[str, Tensor | None], names: list[str]) -> dict[str, Tensor | None]:
-    return {name: grad for name, grad in grads.items() if name not in names}
+def finite(t: Tensor | None) -> bool:
+    return t is None or bool(t.isfinite().all())
 
 
 def judged(row: dict[str, Any], got: Got, eager: Got | None, exact: Got | None, dtype: torch.dtype) -> list[str]:
     """Adds the errors to the row; returns what is wrong. Gradients that are not finite in eager are left out."""
-    if eager is not None and (lost := [n for n, g in eager.grads.items() if g is not None and not finite(g)]):
+    if eager is not None and (lost := [n for n, g in eager.grads.items() if not finite(g)]):
         row["not finite in eager"] = lost
-        got, eager, exact = (x and dataclasses.replace(x, grads=without(x.grads, lost)) for x in (got, eager, exact))
-    wrong = [f"{n} is not finite" for n, g in got.grads.items() if g is not None and not finite(g)]
+        left = [n for n in eager.grads if n not in lost]
+        got, eager, exact = (
+            x and dataclasses.replace(x, grads={n: x.grads[n] for n in left}) for x in (got, eager, exact)
+        )
+    wrong = [f"{n} is not finite" for n, g in got.grads.items() if not finite(g)]
     wrong += ["logits are not finite"] * (not all(map(finite, got.logits)))
     row["loss"] = got.loss
     if eager is None:
@@ -290,15 +284,14 @@ def measure(name: str, way_name: str, device: torch.device, toy: bool) -> dict[s
     found, wrong = attempt(runner, "mhc_inductor", eager, exact, dtype)
     row |= found | {"status": WRONG if wrong else RIGHT, "why": "; ".join(wrong)}
     if not wrong and (lost := row.get("not finite in eager")):
-        row |= {
-            "status": NAMED,
-            "why": f"eager's gradients of {len(lost)} parameters are not finite; the rest is right",
-        }
+        why = f"eager's gradients of {len(lost)} parameters are not finite; the rest is right"
+        row |= {"status": NAMED, "why": why}
     if wrong and not wide and works(device):
         other, too = attempt(runner, "inductor", eager, exact, dtype)
         # What torch.compile gets wrong as well is not of this package.
         if "output" in other or (too and "output" not in row):
-            row |= {"status": NAMED, "why": f"{row['why']}. torch.compile without this package too: {'; '.join(too)}"}
+            why = f"{row['why']}. torch.compile without this package too: {'; '.join(too)}"
+            row |= {"status": NAMED, "why": why}
     return row
 
 
