@@ -98,17 +98,9 @@ def measure(job: Job, tell: Callable[[str], None]) -> Row:
 
     Times are in ms, compile times in s, memory in GiB. The row also has the loss and the norm of the gradients.
     """
-    device, ours, trains = torch.device(job.device), job.variant == "mhc_inductor", job.part != "forward"
-    cuda, size = device.type == "cuda", deepseek_model.Size(**job.size)
-    model = deepseek_model.build(size, device, torch.bfloat16 if cuda else torch.float32).train(trains)
-    ids = deepseek_model.tokens(size, device)
-    if job.part == "checkpointed":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    call: Any = model
-    if ours:
-        import mhc_inductor  # registers the backend in a checkout that is not installed
-    if job.variant != "eager":
-        call = torch.compile(model, backend="mhc_inductor" if ours else "inductor")
+    device, trains = torch.device(job.device), job.part != "forward"
+    cuda, ours = device.type == "cuda", job.variant == "mhc_inductor"
+    model, ids, call = _built(job, device)
 
     def step() -> torch.Tensor:
         if not trains:
@@ -125,6 +117,7 @@ def measure(job: Job, tell: Callable[[str], None]) -> Row:
         deepseek_model.trivial_coefficients() if job.variant == "trivial" else contextlib.nullcontext(),
         routing.watched() if ours else contextlib.nullcontext() as reports,
     ):
+        processes.wait(device)
         tell("ready")
         first = [seconds(), seconds()]
         if cuda:
@@ -134,16 +127,32 @@ def measure(job: Job, tell: Callable[[str], None]) -> Row:
             seconds()
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        row["samples_ms"] = [round(1e3 * seconds(), 4) for _ in range(job.rounds)]
+        samples = [round(1e3 * seconds(), 4) for _ in range(job.rounds)]
         loss = step()
-    row["median_ms"] = statistics.median(row["samples_ms"])
+    row |= {"median_ms": statistics.median(samples), "samples_ms": samples}
     row |= _results(model, loss, ids, trains)
     if job.variant != "eager":
         row["compile_s"] = sum(first) - 2 * row["median_ms"] / 1e3
     if reports is not None:
+        import mhc_inductor
+
         row["routing"] = routing.summary(reports) | {"counters": mhc_inductor.counters()}
         row["routing"]["share_of_compile"] = row["routing"]["seconds"] / row["compile_s"]
     return row
+
+
+def _built(job: Job, device: torch.device) -> tuple[torch.nn.Module, torch.Tensor, Any]:
+    """Returns the model of a job, its token ids, and the compiled model."""
+    size, dtype = deepseek_model.Size(**job.size), torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = deepseek_model.build(size, device, dtype).train(job.part != "forward")
+    if job.part == "checkpointed":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids, backend = deepseek_model.tokens(size, device), "inductor"
+    if job.variant == "mhc_inductor":
+        import mhc_inductor  # noqa: F401  (registers the backend in a checkout that is not installed)
+
+        backend = "mhc_inductor"
+    return model, ids, model if job.variant == "eager" else torch.compile(model, backend=backend)
 
 
 def _results(model: torch.nn.Module, found: torch.Tensor, ids: torch.Tensor, trains: bool) -> Row:

@@ -150,15 +150,17 @@ def make_importable(words: str, folder: pathlib.Path) -> tuple[str, ...]:
 # ---- figures
 
 
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def seconds(step: Callable[[], Any], device: torch.device) -> float:
     """Returns how long a call takes, with all that it leaves to the device, on the host's clock."""
-    gpu = device.type == "cuda"
-    if gpu:
-        torch.cuda.synchronize(device)
+    wait(device)
     start = time.perf_counter()
     step()
-    if gpu:
-        torch.cuda.synchronize(device)
+    wait(device)
     return time.perf_counter() - start
 
 
