@@ -15,33 +15,33 @@ import mhc_inductor as mi
 
 from .rank import Ranks, worst
 
-Outputs = tuple[Tensor, ...]
+Call = Callable[..., Tensor]
 
 
 @dataclasses.dataclass
 class Operator:
     """An operator as one rank alone calls it, and as all ranks call it together.
 
-    ``whole`` and ``part`` are the inputs that get gradients. ``dims``: where each is split, None for a parameter, whose
-    gradients the ranks sum. ``out_dims`` is the same for the outputs; the last ones may be None: not compared.
+    ``whole``: the inputs that get gradients. ``dims``: where each is split, None for a parameter, whose gradients the
+    ranks sum. ``out_dim``: where the output is split.
     """
 
     name: str
-    alone: Callable[..., Outputs]
-    together: dict[str, Callable[..., Outputs]]
+    alone: Call
+    together: dict[str, Call]
     whole: Sequence[Tensor]
     dims: Sequence[int | None]
-    out_dims: Sequence[int | None]
+    out_dim: int
 
     def part(self, ranks: Ranks) -> list[Tensor]:
         """Returns this rank's inputs."""
-        return [
-            t.detach().clone() if d is None else share(t, d, ranks) for t, d in zip(self.whole, self.dims, strict=True)
-        ]
+        return [share(t, d, ranks) for t, d in zip(self.whole, self.dims, strict=True)]
 
 
-def share(t: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """Returns this rank's run of a dimension, in memory of its own."""
+def share(t: Tensor, dim: int | None, ranks: Ranks) -> Tensor:
+    """Returns this rank's run of a dimension, or all of a parameter, in memory of its own."""
+    if dim is None:
+        return t.detach().clone()
     length = t.shape[dim] // ranks.size
     return t.detach().narrow(dim, ranks.rank * length, length).clone()
 
@@ -69,17 +69,12 @@ def selection(ranks: Ranks, tokens: int) -> Operator:
     q = _normal(ranks, 1, tokens, *heads, shape.dim)
     k, v = (_normal(ranks, 1, shape.groups, tokens + i, shape.dim)[:, :, i:].contiguous() for i in (0, 1))
 
-    def joined(method: Any) -> Callable[..., Outputs]:
-        return lambda q, k, v: (mi.distributed.selection_attention(q, k, v, mine, method=method),)
+    def joined(method: Any) -> Call:
+        return lambda q, k, v: mi.distributed.selection_attention(q, k, v, mine, method=method)
 
-    return Operator(
-        "selection attention",
-        lambda q, k, v: (mi.selection_attention(q, k, v, ranges),),
-        {"all-gather": joined("gather"), "ring": joined("ring")},
-        (q, k, v),
-        (1, 2, 2),
-        (1,),
-    )
+    together = {"all-gather": joined("gather"), "ring": joined("ring")}
+    alone = lambda q, k, v: mi.selection_attention(q, k, v, ranges)  # noqa: E731
+    return Operator("selection attention", alone, together, (q, k, v), (1, 2, 2), 1)
 
 
 def scan(ranks: Ranks, tokens: int) -> Operator:
@@ -87,17 +82,11 @@ def scan(ranks: Ranks, tokens: int) -> Operator:
     n = 4 if ranks.toy else 32
     kvqm = _normal(ranks, tokens, 2, 4 * n)
 
-    def joined(chunks: int) -> Callable[..., Outputs]:
-        return lambda kvqm: mi.distributed.e79_scan(kvqm, chunks=chunks)[:1]
+    def joined(chunks: int) -> Call:
+        return lambda kvqm: mi.distributed.e79_scan(kvqm, chunks=chunks)[0]
 
-    return Operator(
-        "E79 scan",
-        lambda kvqm: mi.e79_scan(kvqm)[:1],
-        {"hand-over, 1 chunk": joined(1), "hand-over, 2 chunks": joined(2)},
-        (kvqm,),
-        (0,),
-        (0,),
-    )
+    together = {"hand-over, 1 chunk": joined(1), "hand-over, 2 chunks": joined(2)}
+    return Operator("E79 scan", lambda kvqm: mi.e79_scan(kvqm)[0], together, (kvqm,), (0,), 0)
 
 
 def connection(ranks: Ranks, tokens: int) -> Operator:
@@ -107,11 +96,11 @@ def connection(ranks: Ranks, tokens: int) -> Operator:
     phi = _normal(ranks, n * n + 2 * n, n * width, scale=(n * width) ** -0.5).float()
     alpha, bias = (_normal(ranks, size).float() for size in (3, n * n + 2 * n))
 
-    def layer(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Outputs:
+    def layer(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
         h_in, h_post, h_res = mi.mhc_pre(x, phi, alpha, bias, sinkhorn_iters=20)
-        return (mi.mhc_post(x, h_in, h_post, h_res, transpose_res=True),)
+        return mi.mhc_post(x, h_in, h_post, h_res, transpose_res=True)
 
-    return Operator("mHC pre and post", layer, {"by tokens": layer}, (x, phi, alpha, bias), (1, None, None, None), (1,))
+    return Operator("mHC pre and post", layer, {"by tokens": layer}, (x, phi, alpha, bias), (1, None, None, None), 1)
 
 
 OPERATORS = {"selection": selection, "e79": scan, "mhc": connection}
@@ -124,7 +113,7 @@ def run(ranks: Ranks) -> dict[str, Any]:
     """Measures one operator: equal results first, which also compile; then, alone on the machine, time and memory."""
     op, rounds = OPERATORS[ranks.options["operator"]](ranks, ranks.options["tokens"]), ranks.options["rounds"]
     found: dict[str, Any] = {"operator": op.name, "tokens": ranks.options["tokens"]}
-    want = _results(op.alone, op.whole)
+    want = _result(op.alone, op.whole)
     checked = {name: _compared(op, fn, want, ranks) for name, fn in op.together.items()}
     del want
     ranks.note(**found, checked=checked)
@@ -137,9 +126,7 @@ def run(ranks: Ranks) -> dict[str, Any]:
     return found | {"rows": rows}
 
 
-def _measured(
-    name: str, fn: Callable[..., Outputs], inputs: list[Tensor], everyone: bool, rounds: int, ranks: Ranks
-) -> dict[str, Any]:
+def _measured(name: str, fn: Call, inputs: list[Tensor], everyone: bool, rounds: int, ranks: Ranks) -> dict[str, Any]:
     """Returns ms and the bytes that a rank sends, forward and with the backward, and the peak of memory."""
     import distributed_tools
 
@@ -151,10 +138,10 @@ def _measured(
 
     def step() -> None:
         leaves = [t.requires_grad_() for t in (i.detach() for i in inputs)]
-        outs = fn(*leaves)
+        out = fn(*leaves)
         if not up:
-            up.extend(torch.ones_like(o) for o in outs)
-        torch.autograd.backward(list(outs), up)
+            up.append(torch.ones_like(out))
+        torch.autograd.backward([out], up)
 
     calls = {"forward": forward, "forward + backward": step}
     row: dict[str, Any] = {"variant": name, "sent_bytes": {}, "peak_mb": {}}
@@ -170,38 +157,28 @@ def _measured(
     return row
 
 
-def _results(fn: Callable[..., Outputs], inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns outputs and gradients of a call."""
+def _result(fn: Call, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Returns the output and all gradients of a call.
+
+    The output's gradient depends on the last dimension only, so that every rank makes its part of it.
+    """
     leaves = [t.detach().requires_grad_() for t in inputs]
-    outs = fn(*leaves)
-    torch.autograd.backward(list(outs), [_upstream(o) for o in outs])
-    return [o.detach() for o in outs], [t.grad for t in leaves if t.grad is not None]
+    out = fn(*leaves)
+    up = torch.linspace(0.5, 1.5, out.shape[-1], device=out.device).to(out.dtype)
+    torch.autograd.backward([out], [up.expand_as(out).contiguous()])
+    return out.detach(), [t.grad for t in leaves if t.grad is not None]
 
 
-def _upstream(out: Tensor) -> Tensor:
-    """Returns a gradient that depends on the last dimension only, so that every rank makes its part of it."""
-    return torch.linspace(0.5, 1.5, out.shape[-1], device=out.device).to(out.dtype).expand_as(out).contiguous()
-
-
-def _compared(
-    op: Operator, fn: Callable[..., Outputs], want: tuple[list[Tensor], list[Tensor]], ranks: Ranks
-) -> dict[str, Any]:
-    """Returns whether outputs have the bits of one rank's, and the relative errors of outputs and gradients."""
-    outs, grads = _results(fn, op.part(ranks))
-    wholes = [share(whole, dim or 0, ranks) for whole, dim in zip(want[0], op.out_dims, strict=True)]
-    pairs, errors = list(zip(outs, wholes, strict=True)), []
-    for grad, whole, dim in zip(grads, want[1], op.dims, strict=True):
+def _compared(op: Operator, fn: Call, want: tuple[Tensor, list[Tensor]], ranks: Ranks) -> dict[str, Any]:
+    """Returns whether the output has the bits of one rank's, and the relative errors of output and gradients."""
+    out, grads = _result(fn, op.part(ranks))
+    whole, errors = share(want[0], op.out_dim, ranks), []
+    for grad, exact, dim in zip(grads, want[1], op.dims, strict=True):
         if dim is None:
-            grad = grad.clone()
             dist.all_reduce(grad)
-        errors.append(_error(grad, whole if dim is None else share(whole, dim, ranks)))
-    bits = all(torch.equal(out, whole) for out, whole in pairs)
-    every = ranks.everywhere((bits, worst(_error(*pair) for pair in pairs), worst(errors)))
-    return {
-        "equal_bits": all(b for b, _, _ in every),
-        "output_error": worst(e for _, e, _ in every),
-        "gradient_error": worst(g for _, _, g in every),
-    }
+        errors.append(_error(grad, share(exact, dim, ranks)))
+    bits, apart, off = zip(*ranks.everywhere((torch.equal(out, whole), _error(out, whole), worst(errors))), strict=True)
+    return {"equal_bits": all(bits), "output_error": worst(apart), "gradient_error": worst(off)}
 
 
 def _error(got: Tensor, want: Tensor) -> float:
