@@ -193,6 +193,21 @@ def test_a_spent_budget_and_a_dead_process_are_rows(tmp_path, monkeypatch):
     assert row["error"] == "the process ended with 1"
 
 
+def test_a_process_that_takes_too_long_keeps_what_it_saved(tmp_path, monkeypatch):
+    late = tmp_path / "late"
+    late.write_text("""#!/bin/sh
+for out; do :; done
+echo '{"median_ms": 7.5}' > "$out"
+echo noise >&2
+exec sleep 60
+""")
+    late.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(late))
+    (row,) = sparse_models.run(settings(variants=(EAGER,), limit_s=2), tmp_path, lambda _: None)
+    assert row["error"] == "the process ended with its limit of 2 s" and row["median_ms"] == 7.5
+    assert row["output"] == "noise\n"
+
+
 def test_transformers_may_come_from_a_folder_or_a_wheel(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(FileNotFoundError, match="nowhere"):
