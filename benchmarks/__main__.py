@@ -23,7 +23,7 @@ except ImportError as e:
 
 from mhc_inductor.progress import bars
 
-from . import report
+from . import mhc_report as report
 from .pages import RESULTS
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)

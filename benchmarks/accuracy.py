@@ -171,6 +171,27 @@ def record_case(device: torch.device) -> dict[str, Any]:
     }
 
 
+def equal_bits(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns which tensors of two runs differ in a bit, and whether none does."""
+    differ = [k for k in first if not same_bits(first[k], second[k])]
+    return {"differ": differ, "met": not differ}
+
+
+def against_dense(got: Named, want: Named, dense: Named, factor: float) -> dict[str, Any]:
+    """Returns for every tensor its error against ``want``, dense attention's, the bar, and whether it is met.
+
+    The bar is ``factor`` times the error of ``dense``, where that has the tensor.
+    """
+    errors: dict[str, Any] = {}
+    for name, value in got.items():
+        errors[name] = {"relative": relative(value, want[name])}
+        if name in dense:
+            other = relative(dense[name], want[name])
+            met = errors[name]["relative"] <= factor * other
+            errors[name] |= {"dense": other, "bar": factor * other, "met": met}
+    return errors
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
 

@@ -1,84 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The E79 benchmark: its rows, and how one run measures them.
+"""The E79 benchmark: its rows, how one run measures them, its tables and its picture.
 
-Times are microseconds per time step: the time of a call divided by T. Each is a median of CUDA-graph replays with the
-L2 flushed before each replay; the variants of a group take turns. The Python loop is called instead of replayed,
-because its launches are its cost. A failing variant is recorded in its row. What exceeds the run's budget of seconds is
+Times are microseconds per time step: the time of a call divided by T. The variants of a group take turns. The Python
+loop is called instead of replayed, because its launches are its cost. What exceeds the run's budget of seconds is
 skipped, and the result says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
 import pathlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from mhc_inductor.ops.e79 import segment_length
 
-from . import accuracy, e79_cases, e79_rollup, running, timing
+from . import accuracy, report, running, timing
+from . import e79_cases as cases
 from . import e79_targets as targets
 from .e79_cases import Case, make_case
-from .e79_report import plot, table
-from .running import CPU_NOTICE
+from .report import Result, Row, Section, Table, figure, title, us, yes
+from .routing import summary, watched
+from .variants import CPU_ROUNDS, FixedClock, Variant, chained, measure
 
 GPU_PARTS = ("speed", "batch", "further", "decode", "memory", "accuracy", "determinism")
 CPU_PARTS = ("cpu", "rollup")
 PARTS = (*GPU_PARTS, *CPU_PARTS)
-ROUNDS, CPU_ROUNDS, LOOP_ROUNDS = 40, 10, 3
 DECODE_CHAIN = 20
 LOOP_STEPS = 64
 ACCURACY_STEPS, ACCURACY_BATCH = 128, 4
-LISTS = ("rows", "batch", "further", "decode", "memory", "accuracy", "determinism", "cpu", "rollup")
+LIMIT_S = 110.0
+"""Seconds that torch.compile may take for the loop."""
 
 
 @dataclasses.dataclass
-class Settings:
+class Settings(running.Settings):
     """Settings of one run. ``sizes``, ``batch`` and ``steps`` replace the table's n, B and T."""
 
-    device: str = "auto"
     parts: tuple[str, ...] = GPU_PARTS
-    rounds: int = ROUNDS
-    compiled: bool = True
+    rounds: int = 40
     peers: bool = False
     budget_s: float = 90.0
-    seed: int | None = None
     sizes: tuple[int, ...] = targets.SIZES
     batch: int | None = None
     steps: int | None = None
-
-    def resolve(self) -> torch.device:
-        return running.device_of(self.device, gpu=not set(self.parts) <= set(CPU_PARTS))
-
-
-@dataclasses.dataclass
-class Variant:
-    """One row to measure. ``build`` prepares and returns the call; ``check`` compares its outputs with fp64."""
-
-    what: str
-    variant: str
-    case: Case
-    build: Callable[[], Callable[[], Any]]
-    check: Callable[[Any], dict[str, Any]] | None = None
-    calls: int = 1
-    capture: bool = True
+    cpu_parts = CPU_PARTS
 
 
 class Run(running.PartRun[Settings]):
-    operator, notice, unit, lists = "e79", CPU_NOTICE, "microseconds a time step", LISTS
+    operator, unit = "e79", "microseconds a time step"
+    lists = ("rows", "batch", "further", "decode", "memory", "accuracy", "determinism", "cpu", "rollup")
     how = f"{running.REPLAYED}; the Python loop is called, not replayed"
-
-    def recorded(self) -> dict[str, Any]:
-        return {
-            "parts": list(self.s.parts),
-            "seed": self.seed,
-            "budget_s": self.s.budget_s,
-            "threads": torch.get_num_threads(),
-        }
+    kept = ("parts", "seed", "budget_s", "threads")
 
     def some_sizes(self) -> tuple[int, ...]:
         """Returns the n for the parts that do not run at every n."""
@@ -94,97 +71,56 @@ class Run(running.PartRun[Settings]):
         checks = self.checks(case)
         for what in whats:
             for variant in ("ops", "compiled") if compiled and self.s.compiled else ("ops",):
-                yield Variant(
-                    what, variant, case, lambda w=what, v=variant: self.call(case, w, v == "compiled"), checks[what]
-                )
+                build = lambda w=what, v=variant: cases.call(self.scan(v == "compiled"), case, w)  # noqa: E731
+                yield Variant(what, variant, build, case=case, check=checks[what])
 
-    def scan(self, compiled: bool) -> e79_cases.Scan:
+    def scan(self, compiled: bool) -> cases.Scan:
         if not compiled:
-            return e79_cases.eager_scan()
+            return cases.eager_scan()
         if self.spent:
             raise TimeoutError(f"the run's budget of {self.s.budget_s:g} s was spent before this was compiled")
-        return e79_cases.compiled(e79_cases.eager_scan())
+        return cases.compiled(cases.eager_scan())
 
-    def call(self, case: Case, what: str, compiled: bool) -> Callable[[], Any]:
-        scan = self.scan(compiled)
-        if what == "fwd":
-            return lambda: e79_cases.forward(scan, case)
-        leaves = case.leaves()
-        return lambda: e79_cases.both(scan, leaves)
-
-    def checks(self, case: Case) -> dict[str, Callable[[Any], dict[str, Any]]]:
+    def checks(self, case: Case) -> dict[str, Callable[[Any], Row]]:
         """Returns checks of the first and last sequence's results against the fp64 loop, which runs once."""
         pick = sorted({0, case.sizes[1] - 1})
         few = case.sequences(pick)
         known: dict[bool, list[Any]] = {}
 
-        def check(got: dict[str, torch.Tensor], full: bool) -> dict[str, Any]:
+        def check(got: dict[str, torch.Tensor], full: bool) -> Row:
             if full not in known:
-                known[full] = [e79_cases.exact(few, full, d) for d in (torch.float64, torch.float32)]
+                known[full] = [cases.exact(few, full, d) for d in (torch.float64, torch.float32)]
             # The gradient of a fixed bias is a sum over all sequences, so the accuracy part checks it.
-            cut = {k: e79_cases.picked(k, t, pick) for k, t in got.items() if t.dim() == 3}
-            return e79_cases.compare(cut, *known[full])
+            cut = {k: cases.picked(k, t, pick) for k, t in got.items() if t.dim() == 3}
+            return cases.compare(cut, *known[full])
 
         return {"fwd": lambda got: check(got, False), "fb": lambda got: check(got, True)}
 
     def eager_loop(self, case: Case) -> Iterator[Variant]:
         """Yields the eager Python loop over a few steps; its time per step does not depend on T."""
-        steps = min(LOOP_STEPS, case.sizes[2])
-        short = case.map(
-            lambda k, t: t[:steps].contiguous() if k in ("kvqm", "dout") or (t.dim() == 3 and k[:2] == "b_") else t
-        )
-        leaves = short.leaves()
-        yield Variant(
-            "fwd", targets.EAGER, short, lambda: lambda: e79_cases.forward(e79_cases.loop, short), capture=False
-        )
-        yield Variant("fb", targets.EAGER, short, lambda: lambda: e79_cases.both(e79_cases.loop, leaves), capture=False)
+        for what in ("fwd", "fb"):
+            build = lambda w=what: cases.call(cases.loop, case, w)  # noqa: E731
+            yield Variant(what, targets.EAGER, build, case=case, capture=False)
 
     # ---- running
 
-    def time(self, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
+    def time(self, variants: list[Variant], rows: list[Row]) -> None:
         """Builds, times and checks the variants of one group; appends their rows."""
-        ready: dict[int, timing.Runnable] = {}
-        made = [self.header(v) for v in variants]
-        for at, v in enumerate(variants):
-            n, batch, steps = v.case.sizes
-            self.report(f"preparing {v.what} {v.variant}, n = {n}, B = {batch}, T = {steps}")
-            try:
-                ready[at] = timing.Runnable(v.build(), self.device, v.capture)
-            except Exception as e:
-                made[at]["error"] = running.message(e)
-        most = self.s.rounds if self.gpu else min(CPU_ROUNDS, self.s.rounds)
-        for captured, rounds in ((True, most), (False, min(LOOP_ROUNDS, most))):
-            # Time the slow variants separately: one round of them takes longer than all rounds of the others.
-            chosen = {str(at): r for at, r in ready.items() if variants[at].capture is captured}
-            for at, t in timing.interleaved(chosen, self.device, self.flush, rounds, 3 if captured else 1).items():
-                self.add_figures(made[int(at)], t, variants[int(at)].calls)
-        for at, r in ready.items():
-            check = variants[at].check
-            try:
-                if check is not None:
-                    made[at]["errors"] = check(r.run_poisoned())
-                    made[at]["correct"] = all(e["met"] for e in made[at]["errors"].values())
-            except Exception as e:
-                made[at]["error"] = running.message(e)
-            r.close()
+        made = [_header(v) for v in variants]
+        calls = {id(row): v.calls for v, row in zip(variants, made, strict=True)}
+        clock = FixedClock(self.device, self.flush, self.s.rounds if self.gpu else min(CPU_ROUNDS, self.s.rounds))
+        figures = lambda row, t: self.add_figures(row, t, calls[id(row)])  # noqa: E731
+        sizes = ", ".join(f"n = {n}, B = {b}, T = {t}" for n, b, t in dict.fromkeys(v.case.sizes for v in variants))
+        measure(clock, variants, made, figures, None, lambda text: self.report(f"{text}, {sizes}"))
         rows.extend(made)
 
-    def header(self, v: Variant) -> dict[str, Any]:
-        n, batch, steps = v.case.sizes
-        row: dict[str, Any] = {"what": v.what, "variant": v.variant, "n": n, "B": batch, "T": steps}
-        row |= {"dtype": str(v.case.kvqm.dtype).removeprefix("torch."), "bias": v.case.bias}
-        return row
-
-    def add_figures(self, row: dict[str, Any], t: timing.Timing, calls: int) -> None:
+    def add_figures(self, row: Row, t: timing.Timing, calls: int) -> None:
         """Adds to a row the call's times divided by T, and the bars if it has any."""
-        row |= timing.Timing([s / (calls * row["T"]) for s in t.samples_us]).as_json()
+        row |= t.over(calls * row["T"]).as_json()
         record = (row["B"], row["T"], row["dtype"], row["bias"]) == (targets.BATCH, targets.STEPS, "float32", "fixed")
         target = targets.TARGETS.get((row["what"], row["n"]))
-        if target is None or not record or row["variant"] not in ("ops", "compiled"):
-            return
-        row |= {"bar_us": target.bar, "goal_us": target.goal, "measured_separately_us": target.peers}
-        if self.bars_apply:
-            row |= {"met_bar": row["median_us"] <= target.bar, "met_goal": row["median_us"] <= target.goal}
+        if target is not None and record and row["variant"] in ("ops", "compiled"):
+            row |= target.of(row, self.bars_apply)
 
     def tidy(self) -> None:
         torch.compiler.reset()
@@ -198,7 +134,7 @@ class Run(running.PartRun[Settings]):
             case = self.case(n)
             variants = list(self.ours(case, True))
             if n == self.some_sizes()[0]:
-                variants += self.eager_loop(case)
+                variants += self.eager_loop(case.first(min(LOOP_STEPS, case.sizes[2])))
             self.time(variants, self.result["rows"])
             self.tidy()
         if self.s.peers:
@@ -212,45 +148,36 @@ class Run(running.PartRun[Settings]):
 
     def further(self) -> None:
         """Measures the dtypes and bias modes that have no bars."""
-        n = self.some_sizes()[0]
-        for kwargs in ({"dtype": torch.bfloat16}, {"bias": "input"}, {"dtype": torch.bfloat16, "bias": "input"}):
-            self.time(list(self.ours(self.case(n, **kwargs), False)), self.result["further"])
+        for kwargs in targets.FURTHER:
+            self.time(list(self.ours(self.case(self.some_sizes()[0], **kwargs), False)), self.result["further"])
 
     def decode(self) -> None:
         """Measures one step from given states: a single call, and a chain of calls that pass on their states."""
+
+        def chain(v: Variant) -> Variant:
+            return chained(
+                v, DECODE_CHAIN, lambda: cases.chain(self.scan(v.variant == "compiled"), v.case, DECODE_CHAIN)
+            )
+
         for n in self.some_sizes():
             for batch in (1, targets.BATCH):
                 case = make_case(n, self.s.batch or batch, 1, self.device, states=True)
                 cold = list(self.ours(case, True, ("fwd",)))
-                chained = [
-                    dataclasses.replace(
-                        v,
-                        variant=f"{v.variant}, chain of {DECODE_CHAIN}",
-                        build=lambda v=v: _chain(self.scan(v.variant == "compiled"), v.case),
-                        check=None,
-                        calls=DECODE_CHAIN,
-                    )
-                    for v in cold
-                    if self.gpu
-                ]
-                self.time(cold + chained, self.result["decode"])
+                self.time(cold + [chain(v) for v in cold if self.gpu], self.result["decode"])
             self.tidy()
 
     def memory(self) -> None:
         """Measures the peak memory of forward + backward above inputs and outputs, in MB (10^6 bytes)."""
-        if not self.gpu:
-            self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
-            return
         case = self.case(*targets.MEMORY_SHAPE)
         n, batch, steps = case.sizes
         for variant in ("ops", "compiled") if self.s.compiled else ("ops",):
-            row: dict[str, Any] = {"variant": variant, "n": n, "B": batch, "T": steps, "bar_mb": targets.PEAK_BAR_MB}
+            row: Row = {"variant": variant, "n": n, "B": batch, "T": steps, "bar_mb": targets.PEAK_BAR_MB}
             segment = segment_length(n, batch, steps)
             row |= {"segment": segment, "formula_mb": round(targets.stated_mb(n, batch, steps, segment), 2)}
             self.result["memory"].append(row)
             self.report(f"memory: {variant}")
             try:
-                call = self.call(case, "fb", variant == "compiled")
+                call = cases.call(self.scan(variant == "compiled"), case, "fb")
                 call()
                 row |= running.peak_memory(call, self.device, targets.PEAK_BAR_MB)
             except Exception as e:
@@ -264,63 +191,40 @@ class Run(running.PartRun[Settings]):
             for dtype in (torch.float32, torch.bfloat16):
                 self.result["accuracy"].append(self.worst(n, batch, steps, dtype))
 
-    def worst(self, n: int, batch: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
-        found: dict[str, dict[str, Any]] = {}
-        for bias in e79_cases.BIASES:
-            case = make_case(n, batch, steps, self.device, bias=bias, dtype=dtype, states=True, ups=e79_cases.OUTPUTS)
-            got = e79_cases.both(e79_cases.eager_scan(), case.leaves())
-            want, loops = (e79_cases.exact(case, True, d) for d in (torch.float64, torch.float32))
-            for name, entry in e79_cases.compare(got, want, loops).items():
+    def worst(self, n: int, batch: int, steps: int, dtype: torch.dtype) -> Row:
+        found: dict[str, Row] = {}
+        for bias in cases.BIASES:
+            case = make_case(n, batch, steps, self.device, bias=bias, dtype=dtype, states=True, ups=cases.OUTPUTS)
+            got = cases.both(cases.eager_scan(), case.leaves())
+            want, loops = (cases.exact(case, True, d) for d in (torch.float64, torch.float32))
+            for name, entry in cases.compare(got, want, loops).items():
                 kept = found.get(name)
                 # Written so that a NaN counts as the worst.
                 if kept is None or not entry["relative"] / entry["bar"] <= kept["relative"] / kept["bar"]:
                     found[name] = entry | {"bias": bias}
-        return {
-            "n": n,
-            "B": batch,
-            "T": steps,
-            "dtype": str(dtype).removeprefix("torch."),
-            "errors": found,
-        }
+        return {"n": n, "B": batch, "T": steps, "dtype": str(dtype).removeprefix("torch."), "errors": found}
 
     def determinism(self) -> None:
         """Checks for equal bits in two runs and, on a GPU, of a sequence alone and in the whole batch."""
         for n in self.some_sizes():
-            case = self.case(n, ups=e79_cases.OUTPUTS, states=True)
-            runs = [e79_cases.both(e79_cases.eager_scan(), case.leaves()) for _ in range(2)]
-            differ = [k for k in runs[0] if not accuracy.same_bits(runs[0][k], runs[1][k])]
-            shape = list(case.sizes)
-            checks = [{"check": "two runs", "shape": shape, "differ": differ, "met": not differ}]
+            case = self.case(n, ups=cases.OUTPUTS, states=True)
+            first, second = (cases.both(cases.eager_scan(), case.leaves()) for _ in range(2))
+            checks = {"two runs": (first, second)}
             if self.gpu:
                 at = case.sizes[1] // 2
-                alone = e79_cases.both(e79_cases.eager_scan(), case.sequences([at]).leaves())
-                differ = []
-                for name, t in runs[0].items():
-                    if t.dim() == 3:  # skips gradients that are sums over the batch
-                        dim = 0 if name in ("S", "M", "dS0", "dM0") else 1
-                        differ += [] if accuracy.same_bits(t.narrow(dim, at, 1), alone[name]) else [name]
-                checks.append({"check": "one sequence alone", "shape": shape, "differ": differ, "met": not differ})
-            self.result["determinism"] += checks
+                # Gradients that are sums over the batch have no sequence alone.
+                one = {k: cases.picked(k, t, [at]) for k, t in first.items() if t.dim() == 3}
+                checks["one sequence alone"] = one, cases.both(cases.eager_scan(), case.sequences([at]).leaves())
+            for name, runs in checks.items():
+                row = {"check": name, "shape": list(case.sizes), **accuracy.equal_bits(*runs)}
+                self.result["determinism"].append(row)
 
     def cpu(self) -> None:
         """Measures the op and the loop on two threads."""
         n, batch, steps = targets.CPU_SHAPE
-        before = torch.get_num_threads()
-        torch.set_num_threads(targets.CPU_THREADS)
-        try:
+        with running.threads(targets.CPU_THREADS):
             case = self.case(n if n in self.s.sizes else self.some_sizes()[0], batch, steps)
-            leaves = case.leaves()
-            variants = list(self.ours(case, True))
-            for what, call in (("fwd", e79_cases.forward), ("fb", e79_cases.both)):
-                given = case if what == "fwd" else leaves
-                variants.append(
-                    Variant(
-                        what, targets.EAGER, case, lambda c=call, g=given: lambda: c(e79_cases.loop, g), capture=False
-                    )
-                )
-            self.time(variants, self.result["cpu"])
-        finally:
-            torch.set_num_threads(before)
+            self.time([*self.ours(case, True), *self.eager_loop(case)], self.result["cpu"])
         eager = {r["what"]: r["median_us"] for r in self.result["cpu"] if r["variant"] == targets.EAGER}
         for r in self.result["cpu"]:
             if "median_us" in r and r["what"] in eager:
@@ -334,24 +238,22 @@ class Run(running.PartRun[Settings]):
         n, batch = targets.ROLLUP_SHAPE
         for steps in targets.ROLLUP_STEPS if self.s.steps is None else (self.s.steps,):
             self.report(f"compiling a loop of {steps} steps")
-            case = make_case(n, self.s.batch or batch, steps, self.device)
-            self.result["rollup"].append(e79_rollup.measure(case))
+            self.result["rollup"].append(rolled_up(make_case(n, self.s.batch or batch, steps, self.device)))
 
-    def compiled_loop(self) -> dict[str, Any]:
+    def compiled_loop(self) -> Row:
         """Measures torch.compile of the loop, forward, in its own process, which is ended if it takes too long."""
-        n = self.some_sizes()[0]
+        n, batch = self.some_sizes()[0], self.s.batch or targets.BATCH
         steps = min(LOOP_STEPS, self.s.steps or LOOP_STEPS)
-        batch = self.s.batch or targets.BATCH
-        row: dict[str, Any] = {"what": "fwd", "variant": targets.COMPILE, "n": n, "B": batch, "T": steps}
+        row: Row = {"what": "fwd", "variant": targets.COMPILE, "n": n, "B": batch, "T": steps}
         row |= {"dtype": "float32", "bias": "fixed"}
-        self.report(f"{targets.COMPILE}, T = {steps}: at most {e79_rollup.LIMIT_S:g} s")
+        self.report(f"{targets.COMPILE}, T = {steps}: at most {LIMIT_S:g} s")
         context = multiprocessing.get_context("spawn")
         receive, send = context.Pipe(duplex=False)
-        child = context.Process(target=e79_rollup.compiled_loop, args=(n, batch, steps, str(self.device), send))
+        child = context.Process(target=time_compiled_loop, args=(n, batch, steps, str(self.device), send))
         child.start()
         try:
-            if not receive.poll(e79_rollup.LIMIT_S):
-                return row | {"error": f"did not compile in {e79_rollup.LIMIT_S:g} s"}
+            if not receive.poll(LIMIT_S):
+                return row | {"error": f"did not compile in {LIMIT_S:g} s"}
             found = receive.recv()
         except EOFError:
             return row | {"error": "its process ended"}
@@ -361,22 +263,195 @@ class Run(running.PartRun[Settings]):
         return row | found
 
 
-def _chain(scan: e79_cases.Scan, case: Case) -> Callable[[], Any]:
-    kvqm, b_s, b_m, S0, M0 = case.arguments()
-
-    def run() -> Any:
-        S, M, out = S0, M0, None
-        with torch.no_grad():
-            for _ in range(DECODE_CHAIN):
-                out, S, M = scan(kvqm, b_s, b_m, S, M)
-        return out, S, M
-
-    return run
+def _header(v: Variant) -> Row:
+    n, batch, steps = v.case.sizes
+    row: Row = {"what": v.what, "variant": v.variant, "n": n, "B": batch, "T": steps}
+    return row | {"dtype": str(v.case.kvqm.dtype).removeprefix("torch."), "bias": v.case.bias}
 
 
-def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the JSON and, next to it, the table and the picture."""
-    running.save(result, path)
-    stored = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(table(stored))
-    plot(stored, path.with_suffix(".png"))
+def rolled_up(case: Case) -> Row:
+    """Compiles the loop of ``case`` with gradients and cold caches; returns seconds, what was routed, and the error."""
+    n, batch, steps = case.sizes
+    row: Row = {"n": n, "B": batch, "T": steps}
+    leaves = case.leaves()
+    ours = torch._dynamo.lookup_backend("mhc_inductor")
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        # Dynamo has unrolled the loop by now.
+        row.update(dynamo_s=time.perf_counter() - start, nodes=len(gm.graph.nodes))
+        return ours(gm, example_inputs)
+
+    torch.compiler.reset()
+    with watched() as reports, torch._inductor.config.patch(force_disable_caches=True):
+        start = time.perf_counter()
+        got = cases.both(torch.compile(cases.loop, backend=backend, dynamic=False), leaves)
+        row["compile_s"] = time.perf_counter() - start
+    found = summary(reports)
+    row |= {"routed": found["routed"], "pass_s": found["seconds"]}
+    start = time.perf_counter()
+    want = cases.both(cases.loop, leaves)
+    row["loop_call_s"] = time.perf_counter() - start
+    row["worst_difference"] = max(accuracy.relative(got[k], want[k]) for k in want)
+    torch.compiler.reset()
+    return row
+
+
+def time_compiled_loop(n: int, batch: int, steps: int, device: str, send: Any) -> None:
+    """Times the loop's forward under plain torch.compile and sends the figures of a row. Runs in its own process."""
+    where = torch.device(device)
+    case = make_case(n, batch, steps, where)
+    try:
+        start = time.perf_counter()
+        loop = torch.compile(cases.loop, dynamic=False)
+        runnable = timing.Runnable(lambda: cases.forward(loop, case), where)
+        compile_s = time.perf_counter() - start
+        t = timing.interleaved({"loop": runnable}, where, timing.Flusher(where), 20)["loop"]
+        send.send({**t.over(steps).as_json(), "compile_s": round(compile_s, 1)})
+    except Exception as e:
+        send.send({"error": running.message(e)})
+
+
+# ---- tables
+
+
+def _shape(row: Row) -> list[Any]:
+    return [row["n"], row["B"], row["T"]]
+
+
+def _what(row: Row) -> list[str]:
+    return [report.WHAT[row["what"]], title(row), *report.timed(row, us)]
+
+
+def _verdict(row: Row, key: str) -> str:
+    return f"{us(row.get(key + '_us'))} {yes(row.get('met_' + key))}".strip()
+
+
+def _speed(r: Row) -> list[Any]:
+    peers = "; ".join(f"{name} {us(t)}" for name, t in r.get("measured_separately_us", {}).items())
+    note = f"compiled in {r['compile_s']:.0f} s" if "compile_s" in r else peers
+    return [*_shape(r), *_what(r), _verdict(r, "bar"), _verdict(r, "goal"), note]
+
+
+def _memory(r: Row) -> list[Any]:
+    shown = [report.error(r), ""] if "error" in r else [f"{r['peak_above_mb']:.1f}", f"{r['bar_mb']:.0f}"]
+    return [r["variant"], *_shape(r), shown[0], figure(r.get("formula_mb"), ".1f"), shown[1], yes(r.get("met_bar"))]
+
+
+def _cpu(r: Row) -> list[Any]:
+    bar = f"{r['bar_speedup']:g} x {yes(r['met_bar'])}" if "bar_speedup" in r else ""
+    return [*_shape(r), *_what(r), f"{r['speedup']:.2f} x" if "speedup" in r else "", bar]
+
+
+def _rollup(r: Row) -> list[Any]:
+    routed = ", ".join(f"{count} {op}" for op, count in r["routed"].items()) or "nothing"
+    seconds = [f"{r[k]:.1f}" for k in ("compile_s", "dynamo_s", "pass_s", "loop_call_s")]
+    return [*_shape(r), f"{r['nodes']:,}", *seconds, routed, figure(r["worst_difference"], ".1g")]
+
+
+def _plain(title: str) -> Table:
+    headings = "n|B|T|dtype|bias||implementation|time, µs a step|quartiles"
+    return Table(title, headings, lambda r: [*_shape(r), r["dtype"], r["bias"], *_what(r)])
+
+
+_TIMES = "n|B|T||implementation|time, µs a step|quartiles"
+TABLES: report.Makers = {
+    "rows": Table("Speed: fp32, zero initial states, fixed biases", f"{_TIMES}|bar|goal|{report.SEPARATELY}", _speed),
+    "batch": _plain(f"The batch: flat up to one sequence a multiprocessor ({targets.FLAT_UP_TO} on an H200)"),
+    "further": _plain("Other dtypes and bias modes"),
+    "decode": _plain("Decoding: one step from given states (a chain: mean of calls in one graph)"),
+    "memory": Table(
+        "Peak memory of forward + backward above inputs and outputs",
+        "variant|n|B|T|MB|by the formula, MB|bar|",
+        _memory,
+    ),
+    "accuracy": Table(
+        "Relative errors against fp64, the worst of every bias mode",
+        "n|B|T|dtype|tensor|error|fp32 loop's|bar|worst bias|",
+        lambda r: [
+            *_shape(r),
+            r["dtype"],
+            r["tensor"],
+            *(figure(r[k], ".2g") for k in ("relative", "loop", "bar")),
+            r["bias"],
+            yes(r["met"]),
+        ],
+        report.each_error,
+    ),
+    "determinism": report.determinism("n x B x T"),
+    "cpu": Table(f"On a CPU, {targets.CPU_THREADS} threads", f"{_TIMES}|of the loop|bar", _cpu),
+    "rollup": Table(
+        "A Python loop compiled with gradients, cold",
+        "n|B|T|nodes|compile, s|of it Dynamo, s|the pass, s|a call of the loop, s|routed|largest difference",
+        _rollup,
+    ),
+}
+
+
+def sections(result: Result) -> Iterator[Section]:
+    return report.sections_of(result, TABLES)
+
+
+def wrong_outputs(result: Result) -> list[str]:
+    """Returns a line for each timed row whose outputs miss a bar against fp64."""
+    return report.wrong_outputs(_timed_rows(result), lambda r: f"n = {r['n']}, B = {r['B']}, T = {r['T']}")
+
+
+def _timed_rows(result: Result) -> list[Row]:
+    return [r for part in ("rows", "further", "decode", "cpu") for r in result[part]]
+
+
+def table(result: Result) -> str:
+    """Returns the whole run as Markdown."""
+    lines = [*report.facts(result), f"{report.timing_of(result)}; times are {result['unit']}"]
+    end = []
+    if any("errors" in r for r in _timed_rows(result)):
+        fine = "Outputs of every timed row that was compared with the fp64 loop meet their bars."
+        end = [report.outputs_section(wrong_outputs(result), fine)]
+    return report.document("E79", lines, sections(result), *end)
+
+
+# ---- the picture
+
+
+def bars(result: Result, what: str, n: int) -> list[report.Bar]:
+    """Returns the bars of a size: ours first, then the others by time."""
+    return report.bars(r for r in (*result["rows"], *result["cpu"]) if (r["what"], r["n"]) == (what, n))
+
+
+def plot(result: Result, path: pathlib.Path) -> None:
+    """Plots microseconds per step by n (logarithmic) and by batch; writes no file if nothing was timed."""
+    pyplot = report.pyplot()
+    every = [*result["rows"], *result["cpu"]]
+    sizes = sorted({r["n"] for r in every if "median_us" in r})
+    if not sizes:
+        return
+    drawn = {w: {f"n = {n}": bars(result, w, n) for n in sizes} for w in report.WHAT}
+    batch = [r for r in result["batch"] if "median_us" in r]
+    columns = 3 if batch else 2
+    high = 2.0 + 0.2 * max(report.height(groups.values()) for groups in drawn.values())
+    figure, axes = pyplot.subplots(1, columns, figsize=(5.2 * columns, high), squeeze=False)
+    times = [b.us for groups in drawn.values() for group in groups.values() for b in group]
+    edges = (min(times) / 2, 4 * max(times))
+    report.draw_times(axes[0], drawn, edges, "µs a time step", lambda b: f" {us(b.us)}")
+    if batch:
+        _flatness(axes[0][2], batch)
+    sizes_of = f"B = {every[0]['B']}, T = {every[0]['T']}"
+    name = f"E79 scan on {result['device']['name']}, {sizes_of}, fp32, fixed biases (shorter is faster)"
+    report.finish(figure, name + report.hatched(drawn) + report.noticed(result), path)
+
+
+def _flatness(axis: Any, rows: Sequence[Row]) -> None:
+    """Plots microseconds per step over the batch, one line per n and kind."""
+    for n in sorted({r["n"] for r in rows}):
+        for what, style in zip(report.WHAT, ("o-", "s--"), strict=True):
+            of = sorted((r["B"], r["median_us"]) for r in rows if (r["n"], r["what"]) == (n, what))
+            axis.plot(*zip(*of, strict=True), style, label=f"n = {n}, {report.WHAT[what]}", markersize=4)
+    axis.axvline(targets.FLAT_UP_TO, color="#999999", linewidth=1, linestyle=":")
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("sequences (B); dotted: multiprocessors of an H200", fontsize=9)
+    axis.set_title("µs a time step by batch", loc="left", fontsize=10)
+    axis.legend(frameon=False, fontsize=8)
+    report.plain(axis)
+
+
+write = report.writer(table, plot=plot)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import mhc_inductor
 
-from . import e79_targets as targets
+from .accuracy import relative
+from .e79_targets import RELATIVE_BAR, ROUNDING_MARGIN
 
 EPS = 1e-6
 NAMES = ("kvqm", "b_s", "b_m", "S0", "M0")
@@ -64,6 +65,11 @@ class Case:
     def sequences(self, pick: list[int]) -> Case:
         """Returns the case reduced to the sequences ``pick`` of the batch."""
         return self.map(lambda name, t: picked(name, t, pick))
+
+    def first(self, steps: int) -> Case:
+        """Returns the case reduced to its first steps."""
+        long = ("kvqm", "dout", *(("b_s", "b_m") if self.bias == "input" else ()))
+        return self.map(lambda k, t: t[:steps].contiguous() if k in long else t)
 
 
 def picked(name: str, t: Tensor, pick: list[int]) -> Tensor:
@@ -160,6 +166,28 @@ def both(scan: Scan, case: Case) -> Named:
     return named | {f"d{k}": g for k, g in zip(wanted, grads, strict=True)}
 
 
+def call(scan: Scan, case: Case, what: str) -> Callable[[], Named]:
+    """Returns a call of the scan, or of it and its gradients."""
+    if what == "fwd":
+        return lambda: forward(scan, case)
+    leaves = case.leaves()
+    return lambda: both(scan, leaves)
+
+
+def chain(scan: Scan, case: Case, length: int) -> Callable[[], Any]:
+    """Returns a call of ``length`` scans that pass on their states."""
+    kvqm, b_s, b_m, S0, M0 = case.arguments()
+
+    def run() -> Any:
+        S, M, out = S0, M0, None
+        with torch.no_grad():
+            for _ in range(length):
+                out, S, M = scan(kvqm, b_s, b_m, S, M)
+        return out, S, M
+
+    return run
+
+
 def eager_scan() -> Scan:
     """Returns the public function; on a GPU its op launches the kernels."""
     return mhc_inductor.e79_scan
@@ -172,17 +200,7 @@ def compiled(scan: Scan) -> Scan:
 
 def exact(case: Case, gradients: bool, dtype: torch.dtype = torch.float64) -> Named:
     """Returns the loop's outputs in ``dtype``, with the gradients if ``gradients``."""
-    wide = case.leaves(dtype)
-    return both(loop, wide) if gradients else forward(loop, wide)
-
-
-# ---- errors
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    """Returns ||a - b|| / ||b|| in fp64; NaN if ``a`` holds a NaN, so that no bar is met."""
-    b = b.double()
-    return float((a.double() - b).norm() / b.norm())
+    return call(loop, case.leaves(dtype), "fb" if gradients else "fwd")()
 
 
 def compare(
@@ -195,12 +213,12 @@ def compare(
     result = {}
     for name, value in got.items():
         error = relative(value, want[name])
-        bar = targets.RELATIVE_BAR
+        bar = RELATIVE_BAR
         entry: dict[str, Any] = {"relative": error}
         if loops is not None:
             entry["loop"] = relative(loops[name], want[name])
             bar = max(bar, 2 * entry["loop"])
         if value.dtype in (torch.bfloat16, torch.float16):
-            bar += targets.ROUNDING_MARGIN * relative(want[name].to(value.dtype), want[name])
+            bar += ROUNDING_MARGIN * relative(want[name].to(value.dtype), want[name])
         result[name] = entry | {"bar": bar, "met": error <= bar}
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .report import Result, Section, _number, _title, _yes, document, facts, sections_of
+from .mhc_report import Result, Section, _number, _title, _yes, document, facts, sections_of
 from .selection_report import _time, _timed, _times, determinism_section, verdict
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from . import lists_targets as targets
-from .report import OURS, Result, Section, _title, _yes, document, facts, is_ours, sections_of
+from .mhc_report import OURS, Result, Section, _title, _yes, document, facts, is_ours, sections_of
 from .selection_report import _WHAT, _time, _timed, _times, _tokens, determinism_section, errors_of, verdict
 
 Points = Sequence[tuple[int, float]]

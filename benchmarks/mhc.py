@@ -81,8 +81,8 @@ def _device_alive(device: torch.device) -> bool:
     return True
 
 
-class Run(running.Run[Settings]):
-    operator, notice, lists = "mhc", CPU_NOTICE, PARTS
+class Run(running.PartRun[Settings]):
+    operator, notice, unit, lists = "mhc", CPU_NOTICE, None, PARTS
 
     def __init__(
         self, settings: Settings, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]

@@ -1,45 +1,162 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and the picture of a run, made from its JSON alone."""
+"""Tables, verdicts and pictures of runs, made from their JSON alone.
+
+A family has a :class:`Table` for each list of its result, and a function for each picture; the rest is here.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from . import targets
+from . import running
 
 Result = dict[str, Any]
+Row = dict[str, Any]
+Section = tuple[str, list[str], list[list[str]]]
 OURS = "mhc_inductor"
 NOT_COMPLETE = "this run is not complete: a part of it failed, or its budget of seconds was spent before its last cell"
-_ROW_NAMES = {
-    "pre": "pre",
-    "post": "post",
-    "fb": "forward + backward",
-    "post_pre": "post fused with pre",
-    "post_pre_fb": "post fused with pre: forward + backward",
-    "single_pass": "single pass (V4.1)",
-    "single_pass_fb": "single pass (V4.1): forward + backward",
-    "npu_pre": "npu_mhc_pre: pre",
-    "npu_fb": "npu_mhc_pre: forward + backward",
+SEPARATELY = "measured separately, 2026-11-21"
+"""How peers' times are labelled that another run of ours measured: their authors published none of them."""
+WHAT = {"fwd": "forward", "fb": "forward + backward"}
+COLOURS = {
+    f"{OURS}, ops": "#1b7837",
+    f"{OURS}, compiled": "#7fbf7b",
+    f"{OURS}, ops, from block indices": "#7fbf7b",
+    f"{OURS}, ops, one after the other": "#a6dba0",
+    "TransformerEngine": "#4575b4",
+    "the authors' CUDA": "#4575b4",
+    "TileKernels": "#91bfdb",
+    "Liger": "#fc8d59",
+    "flash-linear-attention": "#fc8d59",
+    "torch.compile": "#b2abd2",
+    "gather + SDPA": "#b2abd2",
+    "dense SDPA with a mask": "#b2abd2",
+    "dense causal SDPA (cuDNN)": "#bdbdbd",
+    "Python loop": "#bdbdbd",
+    "eager": "#bdbdbd",
 }
+"""Colours of pictures, by implementation or by what its name begins with."""
+
+# ---- cells
 
 
-def _us(value: float | None) -> str:
+def us(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _yes(value: bool | None) -> str:
+def time(value: float | None) -> str:
+    """Formats a time: microseconds below a thousand, milliseconds above, seconds from one on."""
+    if value is None:
+        return ""
+    if value >= 999.5e3:
+        return f"{value / 1e6:.3g} s"
+    return f"{us(value)} µs" if value < 1000 else f"{value / 1000:.3g} ms"
+
+
+def figure(value: Any, form: str = ".3g") -> str:
+    """Formats a number; NaN and infinity are stored as strings, and no number as None."""
+    return "" if value is None else format(float(value), form)
+
+
+def tokens(n: int) -> str:
+    return f"{n // 1024}K" if n % 1024 == 0 else str(n)
+
+
+def yes(value: bool | None) -> str:
     return "" if value is None else "met" if value else "**not met**"
 
 
-def _error(row: Result) -> str:
+def verdict(row: Row) -> str:
+    """Returns the best target that a row with a bar reached: its goal, its bar, or neither."""
+    if row.get("met_bar") is None:
+        return ""
+    return "goal met" if row["met_bar"] and row.get("met_goal") else yes(row["met_bar"])
+
+
+def verdicts(row: Row) -> list[str]:
+    return [time(row.get("bar_us")), time(row.get("goal_us")), verdict(row)]
+
+
+def error(row: Row) -> str:
     """Returns why a row has no time: its reason, if one is known, or the first line of what failed."""
     if "reason" in row:
         return str(row["reason"])
     return "failed: " + row["error"].splitlines()[0].replace("|", "/")[:80]
+
+
+def is_ours(row: Row) -> bool:
+    return row["variant"].split(",")[0] in ("ops", "compiled")
+
+
+def title(row: Row) -> str:
+    return f"{OURS}, {row['variant']}" if is_ours(row) else row["variant"]
+
+
+def timed(row: Row, form: Callable[[float | None], str] = time) -> list[str]:
+    """Returns the median and the quartiles of a row, or why there are none."""
+    if "median_us" not in row:
+        return [error(row), ""]
+    return [form(row["median_us"]), f"{form(row['q1_us'])} to {form(row['q3_us'])}"]
+
+
+def note(row: Row, *more: str) -> str:
+    """Returns what is to be known of a row's time."""
+    if "median_us" not in row:
+        return "; ".join(filter(None, more))
+    notes = [row.get("note", ""), "called, not replayed" if row.get("captured") is False else ""]
+    notes.append("" if row.get("finite", True) else "**not finite**")
+    notes.append(f"**not checked**: {error(row)}" if "error" in row else "")
+    return "; ".join(filter(None, (*notes, *more)))
+
+
+def each_error(row: Row) -> list[Row]:
+    """Returns a row for each tensor that a row has an error of."""
+    return [{k: v for k, v in row.items() if k != "errors"} | {"tensor": k} | e for k, e in row["errors"].items()]
+
+
+def errors(row: Row) -> list[str]:
+    """Returns the tensor of a row, its error, dense SDPA's, the bar, and whether it is met."""
+    return [row["tensor"], *(figure(row.get(k)) for k in ("relative", "dense", "bar")), yes(row.get("met"))]
+
+
+def differing(row: Row) -> list[str]:
+    return [", ".join(row["differ"]) or "none", yes(row["met"])]
+
+
+# ---- tables
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of a list of rows: its title, its headings with | between them, the cells of a row.
+
+    ``each`` returns the rows that one row of the list stands for.
+    """
+
+    title: str | Callable[[Result], str]
+    headings: str
+    cells: Callable[[Row], Sequence[Any]]
+    each: Callable[[Row], list[Row]] = lambda row: [row]
+
+    def section(self, result: Result, part: str) -> Section:
+        rows = [self.cells(r) for row in result[part] for r in self.each(row)]
+        cells = [["" if c is None else str(c) for c in row] for row in rows]
+        return self.title(result) if callable(self.title) else self.title, self.headings.split("|"), cells
+
+
+def determinism(sizes: str) -> Table:
+    """Returns the table of checks for equal bits."""
+    headings = f"check|{sizes}|tensors that differ|"
+    return Table("Equal bits", headings, lambda r: [r["check"], "x".join(map(str, r["shape"])), *differing(r)])
+
+
+TWO_RUNS = Table("Equal bits in two runs", "case|tensors that differ|", lambda r: [r["case"], *differing(r)])
 
 
 def markdown(headings: list[str], rows: list[list[str]]) -> str:
@@ -47,22 +164,20 @@ def markdown(headings: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def is_ours(row: Result) -> bool:
-    return row["variant"].split(",")[0] in ("ops", "compiled")
+Makers = Mapping[str, "Table | Callable[[Result], Section]"]
 
 
-def _title(row: Result) -> str:
-    return f"{OURS}, {row['variant']}" if is_ours(row) else row["variant"]
-
-
-Section = tuple[str, list[str], list[list[str]]]
-
-
-def sections_of(result: Result, makers: Mapping[str, Callable[[Result], Section]]) -> Iterator[Section]:
+def sections_of(result: Result, makers: Makers) -> Iterator[Section]:
     """Yields a section for each non-empty list of the result, in the order of ``makers``."""
     for part, make in makers.items():
         if result.get(part):
-            yield make(result)
+            yield make.section(result, part) if isinstance(make, Table) else make(result)
+
+
+def wrong_outputs(rows: Iterable[Row], where: Callable[[Row], str]) -> list[str]:
+    """Returns a line for each timed row whose outputs miss a bar against fp64."""
+    missed = ((r, [k for k, e in r.get("errors", {}).items() if not e["met"]]) for r in rows)
+    return [f"{r['what']} {r['variant']} at {where(r)}: {', '.join(names)}" for r, names in missed if names]
 
 
 def outputs_section(bad: list[str], fine: str) -> str:
@@ -75,122 +190,6 @@ def document(title: str, lines: list[str], sections: Iterable[Section], *further
     parts = [f"# {title} benchmark", "\n".join(f"- {line}" for line in lines)]
     parts += [f"## {name}\n\n{markdown(headings, rows)}" for name, headings, rows in sections]
     return "\n\n".join([*parts, *further]) + "\n"
-
-
-def speed_section(result: Result) -> Section:
-    headings = [
-        "D",
-        "",
-        "implementation",
-        "time, µs",
-        "quartiles",
-        "floor, µs",
-        "x floor",
-        "bar",
-        "goal",
-        "best peer",
-    ]
-    rows = []
-    for r in result["rows"]:
-        line = [str(r["dim"]), _ROW_NAMES[r["what"]], _title(r)]
-        if "error" in r and "median_us" not in r:
-            rows.append([*line, _error(r), "", _us(r["floor_us"]), "", "", "", ""])
-            continue
-        line += [_us(r["median_us"]), f"{_us(r['q1_us'])} to {_us(r['q3_us'])}", _us(r["floor_us"])]
-        line.append(f"{r['ratio_to_floor']:.2f}")
-        if is_ours(r) and r.get("bar_us") is not None:
-            verdicts = [("bar", "met_bar"), ("goal", "met_goal"), ("best_peer", "not_slower_than_best_peer")]
-            line += [f"{_us(r[k + '_us'])} {_yes(r.get(met))}".rstrip() for k, met in verdicts]
-            line[-1] = f"{r['best_peer']} {line[-1]}" if r["best_peer"] else ""
-        else:
-            line += ["", "", ""]
-        rows.append(line)
-    tokens = sorted({r["tokens"] for r in result["rows"]})
-    return f"Speed: {', '.join(map(str, tokens))} tokens, n = 4, bf16 x, fp32 phi", headings, rows
-
-
-def decode_section(result: Result) -> Section:
-    rows = [
-        [str(r["tokens"]), r["what"], _title(r), _us(r.get("median_us")) or _error(r), _us(r["floor_us"])]
-        for r in result["decode"]
-    ]
-    dims = sorted({r["dim"] for r in result["decode"]})
-    title = f"Decoding, D = {', '.join(map(str, dims))} (a chain: mean of calls in one graph, caches warm)"
-    if result["device"]["type"] == "cuda":
-        title += f"; {targets.DECODE_PEERS}"
-    return title, ["tokens", "", "implementation", "time, µs", "floor, µs"], rows
-
-
-def memory_section(result: Result) -> Section:
-    rows = [
-        [r["variant"], str(r["dim"]), _error(r), "", ""]
-        if "error" in r
-        else [
-            r["variant"],
-            str(r["dim"]),
-            f"{r['peak_above_mb']:.1f}",
-            f"{r['bar_mb']:.0f}",
-            _yes(r["met_bar"]),
-        ]
-        for r in result["memory"]
-    ]
-    title = "Peak memory of forward + backward above inputs and outputs"
-    return title, ["variant", "D", "MB", "bar", ""], rows
-
-
-def _number(value: Any) -> float:
-    return float(value)  # NaN and infinity are stored as strings
-
-
-def accuracy_section(result: Result) -> Section:
-    rows = []
-    for c in result["accuracy"]:
-        plain = c["errors"].get("plain formula", {})
-        for kind, errors in c["errors"].items():
-            if kind == "plain formula":
-                continue
-            if isinstance(errors.get("error"), str):
-                rows.append([c["case"], kind, _error(errors), "", "", "", ""])
-                continue
-            for name, e in errors.items():
-                key = "absolute" if "absolute" in e else "relative"
-                plain_error = plain.get(name, {}).get(key)
-                shown = "" if plain_error is None else f"{_number(plain_error):.2g}"
-                bar = _number(e["bar_absolute" if key == "absolute" else "bar"])
-                rows.append(
-                    [
-                        c["case"],
-                        kind,
-                        name,
-                        f"{_number(e[key]):.2g} {key}",
-                        shown,
-                        f"{bar:.2g}",
-                        _yes(e["met"]),
-                    ]
-                )
-    title = "Errors against fp64 (bf16 outputs are held to one rounding, dx of pre and post to two)"
-    return title, ["case", "", "tensor", "error", "plain formula's", "bar", ""], rows
-
-
-def determinism_section(result: Result) -> Section:
-    rows = [
-        [d["check"], "x".join(map(str, d["shape"])), ", ".join(d["differ"]) or "none", _yes(d["met"])]
-        for d in result["determinism"]
-    ]
-    return "Equal bits", ["check", "shape", "tensors that differ", ""], rows
-
-
-_SECTIONS = {
-    "rows": speed_section,
-    "decode": decode_section,
-    "memory": memory_section,
-    "accuracy": accuracy_section,
-    "determinism": determinism_section,
-}
-
-
-def sections(result: Result) -> Iterator[Section]:
-    return sections_of(result, _SECTIONS)
 
 
 def commit_of(result: Result) -> str:
@@ -214,7 +213,7 @@ def facts(result: Result) -> list[str]:
         c = result["copy"]
         lines.append(
             f"a copy of {c['bytes'] / 2e9:.2f} GB moves {c['tb_per_s']:.2f} TB/s here; floors are bytes over "
-            f"4.3 TB/s; the smallest graph takes {_us(c['smallest_graph_us'])} µs"
+            f"4.3 TB/s; the smallest graph takes {us(c['smallest_graph_us'])} µs"
         )
     if result.get("notice"):
         lines.insert(0, result["notice"])
@@ -224,145 +223,152 @@ def facts(result: Result) -> list[str]:
     return lines
 
 
-def wrong_outputs(result: Result) -> list[str]:
-    """Returns a line for each timed row whose outputs miss a bar against fp64."""
-    bad = []
-    for r in [*result["rows"], *result["decode"]]:
-        names = [k for k, e in r.get("errors", {}).items() if not e["met"]]
-        if names:
-            bad.append(f"{r['what']} {r['variant']} at {r['tokens']} tokens, D = {r['dim']}: {', '.join(names)}")
-    return bad
+def timing_of(result: Result) -> str:
+    return f"{result['settings']['timing']}; medians"
 
 
-def table(result: Result) -> str:
-    """Returns the whole run as Markdown."""
-    end = []
-    if any(is_ours(r) and "errors" in r for r in result["rows"]):
-        fine = "Outputs of every timed row of ours meet their bars against fp64."
-        end = [outputs_section(wrong_outputs(result), fine)]
-    return document(result["operator"], facts(result), sections(result), *end)
+def writer(table: Callable[[Result], str], **plots: Callable[[Result, pathlib.Path], None]) -> Callable[..., None]:
+    """Returns ``write(result, path)``: it writes the JSON and, next to it, the table and the pictures.
+
+    A picture called ``plot`` gets the path's name, another also its own. Without matplotlib there are none.
+    """
+
+    def write(result: Result, path: pathlib.Path) -> None:
+        running.save(result, path)
+        stored = json.loads(path.read_text())
+        path.with_suffix(".md").write_text(table(stored))
+        try:
+            for name, draw in plots.items():
+                draw(stored, path.with_name(path.stem + ("" if name == "plot" else f"-{name}") + ".png"))
+        except ImportError as e:
+            print(f"no picture: {e}")
+
+    return write
 
 
-# ---- the picture
-
-_COLOURS = {
-    f"{OURS}, ops": "#1b7837",
-    f"{OURS}, compiled": "#7fbf7b",
-    f"{OURS}, ops, one after the other": "#a6dba0",
-    "TransformerEngine": "#4575b4",
-    "TileKernels": "#91bfdb",
-    "Liger": "#fc8d59",
-    "torch.compile": "#b2abd2",
-    "eager": "#bdbdbd",
-}
-SEPARATE, MEASURED = targets.SEPARATELY, "this run"
+# ---- pictures
 
 
-def bars(result: Result, what: str, dim: int) -> list[tuple[str, str, float, float]]:
-    """Returns ``(implementation, source, µs, floor µs)`` of one row: ours first, then peers by time."""
-    of = [r for r in result["rows"] if r["what"] == what and r["dim"] == dim]
-    own = [(_title(r), MEASURED, r["median_us"], r["floor_us"]) for r in of if is_ours(r) and "median_us" in r]
-    peers: dict[str, tuple[str, str, float, float]] = {}
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A bar of a picture: the implementation, its time, the least that its bytes allow, and if another run measured it."""
+
+    name: str
+    us: float
+    floor: float = 0.0
+    separate: bool = False
+
+    @property
+    def colour(self) -> str:
+        begins = next((c for name, c in COLOURS.items() if self.name.startswith(name)), "#dddddd")
+        return COLOURS.get(self.name, begins)
+
+
+def bars(rows: Iterable[Row], prefix: bool = False) -> list[Bar]:
+    """Returns the bars of rows of one case: ours first, then the others by time.
+
+    A time of this run replaces a separate one of the same name or, with ``prefix``, of a name that begins so.
+    """
+    of = [r for r in rows if "median_us" in r]
+    found = [(r, Bar(title(r), r["median_us"], r.get("floor_us", 0.0))) for r in of]
+    others = {b.name: b for r, b in found if not is_ours(r)}
+    measured = [*others]
     for r in of:
-        for name, us in r.get("measured_separately_us", {}).items():
-            peers[name] = (name, SEPARATE, us, r["floor_us"])
-    for r in of:  # a time of this run replaces a separate one
-        if not is_ours(r) and "median_us" in r:
-            peers[r["variant"]] = (r["variant"], MEASURED, r["median_us"], r["floor_us"])
-    return own + sorted(peers.values(), key=lambda b: b[2])
+        for peer, us in r.get("measured_separately_us", {}).items():
+            if not any(name.startswith(peer) if prefix else name == peer for name in measured):
+                others[peer] = Bar(peer, us, r.get("floor_us", 0.0), True)
+    return [b for r, b in found if is_ours(r)] + sorted(others.values(), key=lambda b: b.us)
 
 
-def plot(result: Result, path: pathlib.Path) -> None:
-    """Plots bars of the achieved share of the memory bandwidth. Raises ImportError without matplotlib."""
+def pyplot() -> Any:
+    """Returns matplotlib's pyplot, which draws into files. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.patches import Patch
 
-    gpu = result["device"]["type"] == "cuda"
-    kinds = [k for k in _ROW_NAMES if any(r["what"] == k and "median_us" in r for r in result["rows"])]
-    if not kinds:
-        return
-    groups = [(k, d) for k in kinds for d in sorted({r["dim"] for r in result["rows"] if r["what"] == k})]
-    drawn = {g: bars(result, *g) for g in groups}
-    top = max(us for g in groups for _, _, us, _ in drawn[g])
-    lines = sum(len(drawn[g]) + 1.6 for g in groups)
-    columns = 2 if lines > 24 else 1
-    halves = _balanced(groups, drawn, columns)
-    height = max(sum(len(drawn[g]) + 1.6 for g in half) for half in halves)
-    figure, axes = pyplot.subplots(1, columns, figsize=(10.5 if columns == 2 else 8, 1.9 + 0.2 * height), squeeze=False)
-    seen: dict[str, None] = {}
-    for axis, half in zip(axes[0], halves, strict=True):
-        y, ticks, labels = 0.0, [], []
-        for what, dim in half:
-            axis.text(
-                0,
-                y,
-                f"{_ROW_NAMES[what].replace(': forward + backward', ': f + b')}, D = {dim}",
-                fontsize=9,
-                fontweight="bold",
-                va="center",
-            )
-            y += 1
-            for name, source, us, floor in drawn[what, dim]:
-                share = 100 * floor / us if gpu else 100 * us / top
-                hatch = "" if source == MEASURED else "////"
-                axis.barh(
-                    y,
-                    share,
-                    0.82,
-                    color=_COLOURS.get(name, "#dddddd"),
-                    hatch=hatch,
-                    edgecolor="white",
-                    linewidth=0,
-                )
-                times = f"{_us(us)} µs" + (f", {share:.0f} %" if gpu else "")
-                axis.text(
-                    share + 1,
-                    y,
-                    times,
-                    fontsize=8,
-                    va="center",
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
-                    fontweight="bold" if OURS in name else "normal",
-                )
-                ticks.append(y)
-                labels.append(name)
-                seen[source] = None
-                y += 1
-            y += 0.6
-        axis.set_yticks(ticks, labels, fontsize=8.5)
-        axis.set_ylim(height - 0.4, -0.8)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xlim(0, 135)
-        if gpu:
-            axis.axvline(100, color="black", linewidth=1, linestyle="--", zorder=0)
-            axis.set_xlabel("percent of the speed of memory", fontsize=9)
-            axis.set_xticks(range(0, 101, 20))
-        else:
-            axis.set_xticks([])
-    device = result["device"]["name"]
-    tokens = max(r["tokens"] for r in result["rows"])
-    title = f"mHC on {device}, {tokens} tokens, n = 4, bf16 x, fp32 phi" + (
-        " (longer is faster)\ndashed: every byte moved once at 4.3 TB/s"
-        if gpu
-        else f" (longer is slower)\n{result['notice']}"
-    )
-    figure.suptitle(title, fontsize=11)
-    legend = {
-        MEASURED: Patch(facecolor="#888888", label="measured in this run"),
-        SEPARATE: Patch(facecolor="#888888", hatch="////", edgecolor="white", label=f"{SEPARATE}, NVIDIA H200"),
-    }
-    figure.legend(handles=[legend[s] for s in seen], loc="lower center", ncols=2, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
+    return pyplot
+
+
+def finish(figure: Any, name: str, path: pathlib.Path, above: float | None = None) -> None:
+    figure.suptitle(name, fontsize=11)
+    figure.tight_layout(**({} if above is None else {"rect": (0, above / figure.get_figheight(), 1, 1)}))
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    pyplot().close(figure)
 
 
-def _balanced(groups: list[Any], drawn: dict[Any, Any], columns: int) -> list[list[Any]]:
-    if columns == 1:
-        return [groups]
-    sizes = [len(drawn[g]) + 1.6 for g in groups]
-    cut = min(range(1, len(groups)), key=lambda c: max(sum(sizes[:c]), sum(sizes[c:])))
-    return [groups[:cut], groups[cut:]]
+def plain(axis: Any) -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def height(groups: Iterable[Sequence[Bar]]) -> float:
+    """Returns the height of groups of bars, in bars."""
+    return sum(len(group) + 1.6 for group in groups if group)
+
+
+def draw_bars(
+    axis: Any,
+    groups: Mapping[str, Sequence[Bar]],
+    lines: float,
+    start: float = 0.0,
+    length: Callable[[Bar], float] = lambda b: b.us,
+    said: Callable[[Bar], str] = lambda b: f" {us(b.us)}",
+    **style: Any,
+) -> None:
+    """Draws groups of bars below each other, each with its title; ``lines`` is the height of the picture in bars."""
+    y, ticks = 0.0, {}
+    for name, group in groups.items():
+        if not group:
+            continue
+        axis.text(start, y, name, fontsize=9, fontweight="bold", va="center")
+        y += 1
+        for b in group:
+            hatch = "////" if b.separate else ""
+            axis.barh(y, length(b), 0.82, color=b.colour, hatch=hatch, edgecolor="white", linewidth=0)
+            weight = "bold" if OURS in b.name else "normal"
+            at = length(b) + (1 if style else 0)
+            axis.text(at, y, said(b), fontsize=8, va="center", fontweight=weight, **style)
+            ticks[y] = b.name
+            y += 1
+        y += 0.6
+    axis.set_yticks([*ticks], [*ticks.values()], fontsize=8.5 if style else 8)
+    axis.set_ylim(lines - 0.4, -0.8)
+    plain(axis)
+
+
+def draw_times(
+    axes: Any,
+    drawn: Mapping[str, Mapping[str, Sequence[Bar]]],
+    edges: tuple[float, float],
+    xlabel: str,
+    said: Callable[[Bar], str],
+) -> None:
+    """Draws bars of times on a logarithmic scale, forward and forward + backward next to each other."""
+    lines = max(height(groups.values()) for groups in drawn.values())
+    for axis, (what, groups) in zip(axes, drawn.items(), strict=False):
+        draw_bars(axis, {f" {name}": group for name, group in groups.items()}, lines, edges[0], said=said)
+        axis.set_xscale("log")
+        axis.set_xlim(*edges)
+        axis.set_title(WHAT[what], loc="left", fontsize=10)
+        axis.set_xlabel(xlabel, fontsize=9)
+
+
+def hatched(drawn: Mapping[str, Mapping[str, Sequence[Bar]]]) -> str:
+    separate = any(b.separate for groups in drawn.values() for group in groups.values() for b in group)
+    return f"\nhatched: {SEPARATELY}, NVIDIA H200" if separate else ""
+
+
+def noticed(result: Result) -> str:
+    return f"\n{result['notice']}" if result["notice"] else ""
+
+
+def draw_curves(axis: Any, name: str, xlabel: str, ticks: Mapping[int, str]) -> None:
+    """Finishes an axis of curves, both scales logarithmic."""
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks([*ticks], [*ticks.values()])
+    axis.set_title(name, loc="left", fontsize=10)
+    axis.set_xlabel(xlabel, fontsize=9)
+    axis.legend(frameon=False, fontsize=8)
+    axis.grid(alpha=0.25)
+    plain(axis)

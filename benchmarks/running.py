@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of all benchmark runs: state and order, device, failures, peak memory, results as JSON."""
+"""The runner of all families: settings, parts within a budget, devices, failures, bars, memory, processes, JSON.
+
+A family is a module with a :class:`PartRun`, whose methods measure the parts and add rows to lists of the result; its
+cases, bars and peers are tables of data next to its inputs. ``report`` makes tables and pictures from the JSON alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 import json
 import math
+import multiprocessing
 import pathlib
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -23,25 +30,71 @@ CPU_NOTICE = "CPU run, wall-clock times: not representative of a GPU."
 REPLAYED = "CUDA-graph replay, L2 flushed before each"
 SPENT = "not measured: the run's budget of seconds was spent"
 """The reason of a cell that a run had no time for."""
+LIMIT_S = 75.0
+"""Seconds that compiling side by side may take."""
 _GIB = {"GiB": 1.0, "MiB": 2.0**-10, "KiB": 2.0**-20, "bytes": 2.0**-30}
+Row = dict[str, Any]
 
 
-class Settings(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Targets of a row in microseconds. ``goal``: None if there is only a bar; ``peers``: times of others."""
+
+    bar: float
+    goal: float | None
+    peers: Mapping[str, float] | None = None
+
+    @property
+    def best_peer(self) -> tuple[str, float] | None:
+        return min(self.peers.items(), key=lambda p: p[1]) if self.peers else None
+
+    def of(self, row: Row, apply: bool) -> Row:
+        """Returns what a row says of its targets; whether they are met only if they ``apply``."""
+        found: Row = {"bar_us": self.bar, "goal_us": self.goal}
+        if self.peers is not None:
+            found["measured_separately_us"] = self.peers
+        if apply:
+            found["met_bar"] = row["median_us"] <= self.bar
+            found["met_goal"] = None if self.goal is None else row["median_us"] <= self.goal
+        return found
+
+
+@dataclasses.dataclass
+class Settings:
+    """Settings that families share.
+
+    ``small``: tiny shapes; ``warm``: first compile in parallel processes; ``budget_s``: seconds from the start, after
+    which what may be left out is; ``peers``, ``compiled``: whether these are measured.
+    """
+
+    device: str = "auto"
+    parts: tuple[str, ...] = ()
+    rounds: int = 20
+    budget_s: float = math.inf
+    seed: int | None = None
+    small: bool = False
+    warm: bool = True
+    peers: bool = True
+    compiled: bool = True
+    cpu_parts: ClassVar[tuple[str, ...]] = ()
+    """Parts that need no GPU, so that "auto" is the CPU for them."""
+
+    def resolve(self) -> torch.device:
+        return device_of(self.device, gpu=not self.cpu_parts or not set(self.parts) <= set(self.cpu_parts))
+
+
+class AnySettings(Protocol):
     """The settings that every run has."""
 
+    parts: tuple[str, ...]
     rounds: int
     seed: int | None
+    budget_s: float
 
     def resolve(self) -> torch.device: ...
 
 
-class PartSettings(Settings, Protocol):
-    parts: tuple[str, ...]
-    budget_s: float
-
-
-S = TypeVar("S", bound=Settings)
-P = TypeVar("P", bound=PartSettings)
+S = TypeVar("S", bound=AnySettings)
 
 
 def device_of(name: str, gpu: bool = True) -> torch.device:
@@ -94,7 +147,18 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def peak_memory(call: Callable[[], Any], device: torch.device, bar_mb: float) -> dict[str, Any]:
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Computes on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def peak_memory(call: Callable[[], Any], device: torch.device, bar_mb: float) -> Row:
     """Returns the peak memory of ``call`` above earlier allocations and its outputs, in MB (10^6 bytes)."""
     gc.collect()
     torch.cuda.synchronize(device)
@@ -105,11 +169,7 @@ def peak_memory(call: Callable[[], Any], device: torch.device, bar_mb: float) ->
     peak = torch.cuda.max_memory_allocated(device)
     kept = sum(t.untyped_storage().nbytes() for t in timing.tensors(outputs))
     above = (peak - before - kept) / 1e6
-    return {
-        "peak_above_mb": round(above, 2),
-        "outputs_mb": round(kept / 1e6, 2),
-        "met_bar": above <= bar_mb,
-    }
+    return {"peak_above_mb": round(above, 2), "outputs_mb": round(kept / 1e6, 2), "met_bar": above <= bar_mb}
 
 
 def cleaned(value: Any) -> Any:
@@ -123,32 +183,63 @@ def cleaned(value: Any) -> Any:
     return value
 
 
-def save(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the result as JSON. Called after each group or part, so that a crash loses at most one."""
+def save(result: Row, path: pathlib.Path) -> None:
+    """Writes the result as JSON. Called after each part, so that a crash loses at most one."""
     # A run that is cut while it writes leaves the earlier file whole.
     made = path.with_suffix(".tmp")
     made.write_text(json.dumps(cleaned(result), indent=1) + "\n")
     made.replace(path)
 
 
-class Run(Generic[S]):
-    """State of one run: its settings, its device, and the result so far."""
+Jobs = dict[str, tuple[Callable[..., None], tuple[Any, ...]]]
+
+
+def side_by_side(jobs: Jobs) -> Row:
+    """Runs jobs in spawned processes on the current GPU; returns the seconds they took, and which did not finish.
+
+    They compile kernels, which the run then finds in Triton's cache on disk; nothing is timed meanwhile. What a failed
+    job or one beyond ``LIMIT_S`` seconds leaves out, the run compiles itself.
+    """
+    start = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    running = {name: context.Process(target=fn, args=args, daemon=True) for name, (fn, args) in jobs.items()}
+    for process in running.values():
+        process.start()
+    failed = []
+    for name, process in running.items():
+        process.join(max(0.0, start + LIMIT_S - time.monotonic()))
+        if process.exitcode != 0:
+            failed.append(name)
+            process.kill()
+            process.join()
+    return {"seconds": round(time.monotonic() - start, 1), "failed": failed}
+
+
+class PartRun(Generic[S]):
+    """A run made of parts within a budget of seconds; each part is a method of the same name.
+
+    It is complete if no part failed and the budget left nothing out.
+    """
 
     operator: ClassVar[str]
-    notice: ClassVar[str]
-    unit: ClassVar[str | None] = None
+    notice: ClassVar[str] = CPU_NOTICE
+    unit: ClassVar[str | None] = "microseconds"
     how: ClassVar[str] = REPLAYED
     lists: ClassVar[tuple[str, ...]]
     """Names of the result's lists of rows."""
+    kept: ClassVar[tuple[str, ...]] = ()
+    """The settings that the result keeps, in addition to rounds and timing."""
+    timed_parts: ClassVar[bool] = False
+    """Whether the result says how many seconds each part took."""
 
-    def __init__(self, settings: S, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]) -> None:
+    def __init__(self, settings: S, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
         self.s, self.save, self.report = settings, save, report
         self.device = settings.resolve()
         self.gpu = self.device.type == "cuda"
         self.seed = secrets.randbits(32) if settings.seed is None else settings.seed
         torch.manual_seed(self.seed)
         torch.set_float32_matmul_precision("highest")
-        self.result: dict[str, Any] = {
+        self.result: Row = {
             **environment.header(self.device),
             "operator": self.operator,
             "complete": False,
@@ -161,34 +252,28 @@ class Run(Generic[S]):
             },
             **{name: [] for name in self.lists},
             "skipped": {},
+            **({"seconds_of": {}} if self.timed_parts else {}),
         }
         self.flush = timing.Flusher(self.device)
         self.whole = True
         self._started = time.monotonic()
 
-    def recorded(self) -> dict[str, Any]:
-        """Returns the settings that the result keeps, in addition to rounds and timing."""
-        raise NotImplementedError
+    def recorded(self) -> Row:
+        known = {"seed": self.seed, "threads": torch.get_num_threads()}
+        return {k: known[k] if k in known else getattr(self.s, k) for k in self.kept}
 
     @property
     def bars_apply(self) -> bool:
         """Returns whether absolute bars count on this device."""
-        return self.gpu and BARS_DEVICE in self.result["device"]["name"]
+        return self.gpu and BARS_DEVICE in self.result["device"]["name"] and not getattr(self.s, "small", False)
 
-    def finish(self) -> dict[str, Any]:
-        self.result["complete"] = self.whole
-        if self.gpu:
-            self.result["kernels"] = environment.kernels()
-        self.result["seconds"] = round(time.monotonic() - self._started, 1)
-        self.save(self.result)
-        return self.result
+    def sized(self, shape: Any) -> Any:
+        """Returns a shape, or a small one of the same kind where the run is small."""
+        return shape.small() if getattr(self.s, "small", False) else shape
 
-
-class PartRun(Run[P]):
-    """A run made of parts within a budget of seconds; each part is a method of the same name.
-
-    It is complete if no part failed and the budget left nothing out.
-    """
+    def jobs(self) -> Jobs:
+        """Returns what to compile in parallel processes before a run on a GPU."""
+        return {}
 
     @property
     def spent(self) -> bool:
@@ -197,15 +282,29 @@ class PartRun(Run[P]):
         self.whole &= not over
         return over
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Row:
+        if (
+            self.gpu
+            and getattr(self.s, "warm", False)
+            and not getattr(self.s, "small", False)
+            and (jobs := self.jobs())
+        ):
+            self.report("compiling side by side")
+            self.result["settings"]["compiled_first"] = side_by_side(jobs)
         for name in self.s.parts:
+            begun = time.monotonic()
             self.part(name)
+            if self.timed_parts:
+                self.result["seconds_of"][name] = round(time.monotonic() - begun, 1)
             self.save(self.result)
         return self.finish()
 
     def part(self, name: str) -> None:
         try:
-            getattr(self, name)()
+            if name == "memory" and not self.gpu:
+                self.result["skipped"][name] = "peak memory is read from a GPU's allocator"
+            else:
+                getattr(self, name)()
         except Exception as e:  # one failing part must not discard the others' figures
             self.result["skipped"][name] = message(e)
             self.whole = False
@@ -213,3 +312,11 @@ class PartRun(Run[P]):
 
     def tidy(self) -> None:
         free(self.device)
+
+    def finish(self) -> Row:
+        self.result["complete"] = self.whole
+        if self.gpu:
+            self.result["kernels"] = environment.kernels()
+        self.result["seconds"] = round(time.monotonic() - self._started, 1)
+        self.save(self.result)
+        return self.result

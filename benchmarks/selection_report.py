@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterator
 
 from . import selection_targets as targets
-from .report import OURS, Result, Section, _error, _number, _title, _us, _yes, document, facts, is_ours, sections_of
+from .mhc_report import OURS, Result, Section, _error, _number, _title, _us, _yes, document, facts, is_ours, sections_of
 from .targets import SEPARATELY
 
 _WHAT = {"fwd": "forward", "fb": "forward + backward"}

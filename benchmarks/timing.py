@@ -46,6 +46,14 @@ class Timing:
             "samples_us": [round(s, 3) for s in self.samples_us],
         }
 
+    def in_ms(self) -> dict[str, Any]:
+        """Returns the same with the median in milliseconds, too."""
+        return self.as_json() | {"median_ms": round(round(self.median, 3) / 1e3, 6)}
+
+    def over(self, count: int) -> Timing:
+        """Returns the times of one of ``count`` equal parts of a call."""
+        return Timing([s / count for s in self.samples_us])
+
 
 def tensors(result: Any) -> list[torch.Tensor]:
     """Returns the tensors of a nested result, in order."""
@@ -66,7 +74,7 @@ class Runnable:
 
     def __init__(self, fn: Callable[[], Any], device: torch.device, capture: bool = True) -> None:
         self.graph: torch.cuda.CUDAGraph | None = None
-        self._fn = fn
+        self.capture, self._fn = capture, fn
         if device.type != "cuda" or not capture:
             self.outputs = fn()
             return

@@ -16,7 +16,7 @@ import torch
 
 from . import running, timing
 
-FEW, CPU_ROUNDS = 4, 10
+FEW, CPU_ROUNDS, CALLED_ROUNDS = 4, 10, 3
 ROUND_US = 120e3
 """Microseconds that all rounds of one variant may take together; at least ``FEW`` rounds are run."""
 
@@ -25,12 +25,20 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass
 class Variant:
-    """One row to measure. ``build`` prepares and returns the call; ``note`` says what it includes or leaves out."""
+    """One row to measure. ``build`` prepares and returns the call; ``note`` says what it includes or leaves out.
+
+    ``case`` is what it is measured on. ``check`` compares its outputs with fp64. A chain makes ``calls`` calls.
+    ``capture=False``: called, not replayed.
+    """
 
     what: str
     variant: str
     build: Callable[[], Callable[[], Any]]
     note: str = ""
+    case: Any = None
+    check: Callable[[Any], Row] | None = None
+    calls: int = 1
+    capture: bool = True
 
 
 @dataclasses.dataclass
@@ -124,11 +132,32 @@ class Clock:
             for name, t in timing.interleaved(chosen, self.device, self.flush, rounds, warm).items():
                 yield int(name), t
 
+    def failure(self, v: Variant, e: BaseException) -> Row:
+        """Returns what a row says of a failure: its text and, where it is known, the reason in words."""
+        why = running.reason(e)
+        return {"error": running.message(e)} | ({} if why is None else {"reason": why})
 
-def failure(e: BaseException) -> Row:
-    """Returns what a row says of a failure: its text and, where it is known, the reason in words."""
-    why = running.reason(e)
-    return {"error": running.message(e)} | ({} if why is None else {"reason": why})
+
+class FixedClock(Clock):
+    """Times every variant for as many rounds; those that are called, not replayed, for a few, on their own."""
+
+    def runnable(self, v: Variant, row: Row) -> Ready:
+        return timing.Runnable(v.build(), self.device, v.capture)
+
+    def timed(self, ready: dict[int, Ready]) -> Iterator[tuple[int, timing.Timing]]:
+        for capture, rounds, warm in ((True, self.rounds, 3), (False, min(CALLED_ROUNDS, self.rounds), 1)):
+            # One round of the slow variants takes longer than all rounds of the others.
+            chosen = {str(at): r for at, r in ready.items() if r.capture is capture}
+            for at, t in timing.interleaved(chosen, self.device, self.flush, rounds, warm).items():
+                yield int(at), t
+
+    def failure(self, v: Variant, e: BaseException) -> Row:
+        return {"error": running.message(e)}
+
+
+def chained(v: Variant, length: int, build: Callable[[], Callable[[], Any]]) -> Variant:
+    """Returns a variant of ``length`` calls after one another, as in a decoding loop."""
+    return dataclasses.replace(v, variant=f"{v.variant}, chain of {length}", build=build, check=None, calls=length)
 
 
 def measure(
@@ -136,7 +165,7 @@ def measure(
     variants: Sequence[Variant],
     rows: Sequence[Row],
     figures: Callable[[Row, timing.Timing], None],
-    check: Callable[[Row, Any], Row],
+    check: Callable[[Row, Any], Row] | None,
     report: Callable[[str], None],
 ) -> None:
     """Builds, times and checks the variants of one case, and fills their rows.
@@ -146,7 +175,8 @@ def measure(
         variants: The variants.
         rows: A row for each, with what names it.
         figures: Adds to a row its times.
-        check: Returns what to add to a row for the outputs of a run after they were filled with NaN.
+        check: Returns what to add to a row for the outputs of a run after they were filled with NaN; None: the errors
+            that the variant's own check finds, if it has one.
         report: Gets a line for each variant before it is built.
     """
     ready: dict[int, Ready] = {}
@@ -155,7 +185,7 @@ def measure(
         try:
             ready[at] = clock.runnable(v, rows[at])
         except Exception as e:
-            rows[at].update(failure(e))
+            rows[at].update(clock.failure(v, e))
         if at not in ready:
             running.free(clock.device)  # not in the handler, where the exception still holds tensors
         rows[at].update({"note": v.note} if v.note else {})
@@ -163,9 +193,13 @@ def measure(
         figures(rows[at], t)
     for at, r in ready.items():
         try:
-            rows[at].update(check(rows[at], r.run_poisoned()))
+            if check is not None:
+                rows[at].update(check(rows[at], r.run_poisoned()))
+            elif (own := variants[at].check) is not None:
+                rows[at]["errors"] = own(r.run_poisoned())
+                rows[at]["correct"] = all(e["met"] for e in rows[at]["errors"].values())
         except Exception as e:
-            rows[at].update(failure(e))
+            rows[at].update(clock.failure(variants[at], e))
         r.close()
     ready.clear()
     running.free(clock.device)

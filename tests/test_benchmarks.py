@@ -21,7 +21,8 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import accuracy, environment, fused, mhc, ours, peers, report, running, targets, timing, tritons
+from benchmarks import accuracy, environment, fused, mhc, ours, peers, running, targets, timing, tritons
+from benchmarks import mhc_report as report
 
 pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests read
 CPU = torch.device("cpu")

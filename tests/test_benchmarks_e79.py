@@ -20,7 +20,7 @@ from helpers_e79 import oracle
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import e79, e79_cases, e79_report, e79_rollup, running, timing
+from benchmarks import e79, e79_cases, running, timing
 from benchmarks import e79_targets as targets
 from mhc_inductor.kernels.e79.plan import plan_e79_scan, plan_e79_scan_backward
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
@@ -52,7 +52,7 @@ def on_h200(result: dict[str, Any]) -> dict[str, Any]:
     made = copy.deepcopy(result)
     made["device"], made["notice"] = {"type": "cuda", "name": "NVIDIA H200"}, None
     runner = object.__new__(e79.Run)
-    runner.gpu, runner.result = True, made
+    runner.gpu, runner.result, runner.s = True, made, settings()
     made["rows"], made["batch"], made["cpu"] = [], [], []
     for (what, n), target in targets.TARGETS.items():
         for variant, us in (("ops", 0.9 * target.bar), ("compiled", 1.5 * target.bar), (targets.EAGER, 300.0)):
@@ -153,7 +153,7 @@ def test_some_sequences_of_a_case_are_the_same_alone() -> None:
 
 
 def test_a_run_has_every_part(result: dict[str, Any]) -> None:
-    assert result["complete"] and result["operator"] == "e79" and result["notice"] == e79.CPU_NOTICE
+    assert result["complete"] and result["operator"] == "e79" and result["notice"] == running.CPU_NOTICE
     assert set(result["skipped"]) == {"memory"}
     named = {(r["what"], r["variant"]) for r in result["rows"]}
     assert named == {(w, v) for w in ("fwd", "fb") for v in ("ops", targets.EAGER)}
@@ -210,7 +210,7 @@ def test_nothing_is_compiled_once_the_budget_is_spent(tmp_path: pathlib.Path) ->
 
 def test_a_compiled_loop_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = e79.Run(settings(), lambda _: None, lambda _: None)
-    monkeypatch.setattr(e79_rollup, "LIMIT_S", 0.1)
+    monkeypatch.setattr(e79, "LIMIT_S", 0.1)
     assert runner.compiled_loop()["error"] == "did not compile in 0.1 s"
 
 
@@ -221,7 +221,7 @@ def test_the_compiled_loops_process_sends_its_times() -> None:
         def send(self, found: dict[str, Any]) -> None:
             sent.append(found)
 
-    e79_rollup.compiled_loop(4, 2, 2, "cpu", Send())
+    e79.time_compiled_loop(4, 2, 2, "cpu", Send())
     assert sent[0].get("error") is None and sent[0]["median_us"] > 0 and sent[0]["rounds"] == 20
 
 
@@ -235,7 +235,7 @@ def test_rolling_up_is_measured(tmp_path: pathlib.Path) -> None:
 
 def test_a_chain_carries_the_states() -> None:
     case = e79_cases.make_case(4, 2, 1, CPU, states=True)
-    got = e79._chain(e79_cases.eager_scan(), case)()
+    got = e79_cases.chain(e79_cases.eager_scan(), case, e79.DECODE_CHAIN)()
     long = case.map(lambda k, t: t.expand(e79.DECODE_CHAIN, -1, -1) if k == "kvqm" else t)
     want = e79_cases.forward(e79_cases.loop, long)
     torch.testing.assert_close(got[1], want["S"])
@@ -251,7 +251,7 @@ def test_tables_are_whole(result: dict[str, Any], on_h200: dict[str, Any]) -> No
         for block in text.split("\n\n"):
             if block.startswith("|"):
                 assert len({line.count("|") for line in block.splitlines()}) == 1
-    assert e79.CPU_NOTICE in e79.table(result)
+    assert running.CPU_NOTICE in e79.table(result)
     assert "skipped: memory: " in e79.table(result)
 
 
@@ -265,15 +265,15 @@ def test_table_of_an_h200_run_marks_every_bar(on_h200: dict[str, Any]) -> None:
 
 
 def test_wrong_outputs_are_listed(result: dict[str, Any]) -> None:
-    assert e79_report.wrong_outputs(result) == []
+    assert e79.wrong_outputs(result) == []
     bad = copy.deepcopy(result)
     next(r for r in bad["rows"] if r["what"] == "fb" and r["variant"] == "ops")["errors"]["dkvqm"]["met"] = False
-    assert e79_report.wrong_outputs(bad) == ["fb ops at n = 6, B = 3, T = 5: dkvqm"]
+    assert e79.wrong_outputs(bad) == ["fb ops at n = 6, B = 3, T = 5: dkvqm"]
     assert "- fb ops at n = 6" in e79.table(bad)
 
 
 def test_times_of_this_run_replace_separate_ones(on_h200: dict[str, Any]) -> None:
-    found = {name: (measured, us) for name, measured, us in e79_report.bars(on_h200, "fwd", 64)}
+    found = {b.name: (not b.separate, b.us) for b in e79.bars(on_h200, "fwd", 64)}
     assert found[targets.EAGER] == (True, 300.0)
     assert found[targets.AUTHORS] == (False, 10.1)
     assert next(iter(found)) == "mhc_inductor, ops"
@@ -283,7 +283,7 @@ def test_pictures(result: dict[str, Any], on_h200: dict[str, Any], tmp_path: pat
     pytest.importorskip("matplotlib")
     for name, made in {"cpu": result, "h200": on_h200}.items():
         path = tmp_path / f"{name}.png"
-        e79_report.plot(made, path)
+        e79.plot(made, path)
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 10_000
 
