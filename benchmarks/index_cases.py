@@ -13,9 +13,11 @@ from torch import Tensor
 import mhc_inductor
 from mhc_inductor.reference import index_loss as reference
 
+from .accuracy import relative
 from .index_targets import SCORES, Shape
-from .selection_cases import relative as relative
-from .selection_cases import sample_of as sample_of
+from .selection_cases import sample_of
+
+__all__ = ["Case", "make_case", "relative", "sample_of"]
 
 
 @dataclasses.dataclass
@@ -76,12 +78,12 @@ def loss_of(args: tuple[Any, ...], at: Tensor, dtype: torch.dtype) -> Tensor:
     return reference.index_loss(q, k, w, indices[:, at], attention_q, attention_k, lse, *scales)[0][0]
 
 
-def formula(q: Tensor, k: Tensor, w: Tensor, scale: float) -> Tensor:
-    """Returns the scores as models compute them, in fp32, -inf at keys after the query."""
+def formula(q: Tensor, k: Tensor, w: Tensor, scale: float, at: Tensor | None = None) -> Tensor:
+    """Returns the scores as models compute them, in fp32, -inf at keys after the query; ``at``: queries' positions."""
     x = torch.einsum("bshd,btd->bsht", q.float(), k.float())
     total = ((x * scale).relu() * w[..., None]).sum(2)
-    at = torch.arange(k.shape[1], device=q.device)
-    return total.masked_fill(at > at[:, None], float("-inf"))
+    keys = torch.arange(k.shape[1], device=q.device)
+    return total.masked_fill(keys > (keys if at is None else at)[:, None], float("-inf"))
 
 
 def formula_topk(q: Tensor, k: Tensor, w: Tensor, scale: float, topk: int) -> Tensor:

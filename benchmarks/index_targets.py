@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from .lists_targets import Target
-from .targets import RELATIVE_BAR as RELATIVE_BAR
+from .running import Target
 
 SCORES, BOTH, LOSS = "scores", "scores and top-k", "loss with gradients"
 COMPILE, TORCH_TOPK = "torch.compile of the models' formula", "torch.topk of given scores"
+RELATIVE_BAR = 2e-5  # ||a - b|| / ||b|| against fp64
 MEMORY_BAR_MB, MEMORY_GOAL_MB = 2**30 / 1e6, 2**29 / 1e6
 """Bar and goal of the peak beyond inputs and outputs, of a choice at ``LONG`` and of a loss: 1 and 0.5 GiB."""
 

@@ -231,10 +231,14 @@ class PartRun(Generic[S]):
     """The settings that the result keeps, in addition to rounds and timing."""
     timed_parts: ClassVar[bool] = False
     """Whether the result says how many seconds each part took."""
+    small_on_cpu: ClassVar[bool] = False
+    """Whether a CPU only tries the run out, with tiny shapes: its times say nothing at any."""
 
     def __init__(self, settings: S, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
         self.s, self.save, self.report = settings, save, report
         self.device = settings.resolve()
+        if self.small_on_cpu and self.device.type != "cuda":
+            settings.small = True  # type: ignore[attr-defined]
         self.gpu = self.device.type == "cuda"
         self.seed = secrets.randbits(32) if settings.seed is None else settings.seed
         torch.manual_seed(self.seed)
