@@ -14,8 +14,8 @@ import mhc_inductor
 from mhc_inductor.reference import index_loss as reference
 
 from .accuracy import relative
+from .attention import sample_of
 from .index_targets import SCORES, Shape
-from .selection_cases import sample_of
 
 __all__ = ["Case", "make_case", "relative", "sample_of"]
 

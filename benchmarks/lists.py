@@ -1,38 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of selection attention over lists of keys: its rows, and how one run measures them.
+"""The benchmark of selection attention over lists of keys: its rows, how one run measures them, its tables and picture.
 
-Times are medians of CUDA-graph replays with the L2 flushed before each replay; a peer's call above ``LONG_US`` is
-timed once, on the host's clock. A failing variant is recorded in its row. The result is written after every case. What
-the run has no time for is a row with the reason, and the run is not complete; a later one goes on from its file.
+A peer's call above ``LONG_US`` is timed once, on the host's clock. The result is written after every case. What the run
+has no time for is a row with the reason, and the run is not complete; a later one goes on from its file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+import itertools
+import math
 import pathlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from . import accuracy, lists_fill, lists_warm, running, timing
+from . import attention, lists_fill, report, running, timing
 from . import lists_cases as cases
-from . import lists_others as others
 from . import lists_peers as peers
 from . import lists_targets as targets
+from .attention import Named
 from .lists_cases import Case, make_case
-from .lists_report import TIMES, plot, table
 from .lists_targets import Shape
-from .running import CPU_NOTICE
+from .report import Result, Row, Section, Table, figure
 from .variants import Clock, Variant, measure
 
-__all__ = ["PARTS", "Run", "Settings", "table", "write"]
 PARTS = ("speed", "errors", "memory", "crossing", "peers")
 QUICK_PARTS = ("speed", "errors")
-ROUNDS, QUICK_ROUNDS = 20, 8
+QUICK_ROUNDS = 8
 LONG_US = 200e3
 SAMPLED, CHECKED = 32, 8
 LISTS_OF = {
@@ -43,84 +40,60 @@ LISTS_OF = {
     "peers": ("peers",),
 }
 """The lists of the result that each part fills."""
-LISTS = tuple(name for names in LISTS_OF.values() for name in names)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NARROW_AND_FULL = {"A": (BF16, F16, F32), "D": (BF16, F16, F32)}
 """Dtypes in which gradients are compared with fp64; bf16 alone elsewhere."""
-
-
 PLACES = ("crossing", "peers")
 """Parts that a later run goes on with place by place; the others take seconds and are kept or made as a whole."""
-Row = dict[str, Any]
+WRONG = 0.05
+"""A relative error against fp64 above which an output in bf16 is not the formula's."""
+TIMES = {
+    targets.DENSE_MASKED: "times_masked",
+    targets.DENSE_ALL: "times_dense",
+    targets.GATHER: "times_gather",
+    targets.RANGES: "times_ranges",
+    targets.TILELANG: "times_tilelang",
+    targets.ATTN_GYM: "times_attn_gym",
+}
+"""How many times as long each peer takes, by its name, in the op's row."""
 
 
 @dataclasses.dataclass
-class Settings:
-    """Settings of one run.
+class Settings(running.Settings):
+    """Settings of one run. ``earlier``: the result of a run to go on from; ``budget_s`` includes compiling."""
 
-    ``small``: use tiny shapes; ``warm``: first compile in parallel processes; ``budget_s``: seconds from the start,
-    compiling included, after which no peer and no crossing is begun; ``earlier``: the result of a run to go on from.
-    """
-
-    device: str = "auto"
     parts: tuple[str, ...] = PARTS
     shapes: tuple[str, ...] = tuple(targets.SHAPES)
-    rounds: int = ROUNDS
-    warm: bool = True
     budget_s: float = 480.0
-    seed: int | None = None
-    small: bool = False
-    earlier: dict[str, Any] | None = None
-
-    def resolve(self) -> torch.device:
-        return running.device_of(self.device)
+    earlier: Row | None = None
 
 
-class Run(running.PartRun[Settings]):
-    operator, notice, unit, lists = "lists", CPU_NOTICE, "microseconds", LISTS
+class Run(attention.Run[Settings]):
+    operator, cases = "lists", cases
+    lists = tuple(name for names in LISTS_OF.values() for name in names)
+    kept = ("parts", "shapes", "seed", "budget_s", "small", "threads")
+    small_on_cpu = True
 
-    def __init__(
-        self, settings: Settings, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]
-    ) -> None:
-        # A CPU tries the run out; its times say nothing at any shape.
-        settings.small = settings.small or settings.resolve().type != "cuda"
+    def __init__(self, settings: Settings, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
         super().__init__(settings, save, report)
-        self.result["seconds_of"] = {}
         self.result["skipped"][targets.FLA] = targets.NO_FLA
         self.earlier = settings.earlier or {}
         if self.earlier:
             lists_fill.same_machine(self.result, self.earlier)
             self.result["resumed"] = [*self.earlier.get("resumed", ()), self.earlier["date"]]
 
-    def recorded(self) -> dict[str, Any]:
-        kept = {"parts": list(self.s.parts), "shapes": list(self.s.shapes), "seed": self.seed}
-        return kept | {"budget_s": self.s.budget_s, "small": self.s.small, "threads": torch.get_num_threads()}
-
-    @property
-    def bars_apply(self) -> bool:
-        return super().bars_apply and not self.s.small
-
     @property
     def shapes(self) -> list[Shape]:
         return [self.sized(targets.SHAPES[name]) for name in self.s.shapes]
 
-    def sized(self, shape: Shape) -> Shape:
-        return shape.small() if self.s.small else shape
-
-    def run(self) -> dict[str, Any]:
-        if self.gpu and self.s.warm and not self.s.small:
-            self.report("compiling side by side")
-            found = lists_warm.warm(self.s.shapes, self.s.parts)
-            self.result["settings"]["compiled_first"] = dataclasses.asdict(found)
-        return super().run()
+    def jobs(self) -> running.Jobs:
+        return jobs(self.s.shapes, self.s.parts)
 
     def part(self, name: str) -> None:
-        begun = time.monotonic()
         if name in PLACES or name not in self.earlier.get("seconds_of", {}) or name in self.earlier["skipped"]:
             super().part(name)
         else:
             self.result |= {of: self.earlier[of] for of in LISTS_OF[name]}
-        self.result["seconds_of"][name] = round(time.monotonic() - begun, 1)
 
     def place(self, part: str, wanted: list[Row], measure: Callable[[], None]) -> None:
         """Fills the ``wanted`` rows of one place of a part: as the earlier run has them, measured, or with a reason.
@@ -138,41 +111,24 @@ class Run(running.PartRun[Settings]):
         rows += [w | {"reason": running.SPENT} for w in wanted if not _found(w, rows[begun:])]
         self.save(self.result)
 
-    # ---- variants
-
-    def ours(self, case: Case, what: str) -> Variant:
-        def build() -> Callable[[], Any]:
-            if what == "fwd":
-                return lambda: cases.forward(case)
-            leaves = case.leaves()
-            return lambda: cases.both(case, leaves)
-
-        return Variant(what, "ops", build)
-
     def variant(self, case: Case, what: str, name: str) -> Variant:
         if name == "ops":
             return self.ours(case, what)
-
-        def build() -> Callable[[], Any]:
-            call, found.note = peers.make(name, case, what)
-            return call
-
-        found = Variant(what, name, build)
-        return found
+        return self.peer(case, what, name, functools.partial(peers.make, name))
 
     def whats(self, shape: Shape) -> tuple[str, ...]:
         return ("fwd",) if shape.decodes else ("fwd", "fb")
 
     # ---- running
 
-    def time(self, case: Case, found: list[Variant], rows: list[dict[str, Any]], pairs: int) -> None:
+    def time(self, case: Case, found: list[Variant], rows: list[Row], pairs: int) -> None:
         """Builds, times and checks variants of one case; appends their rows and writes the result."""
         made = [_header(case.shape, v.what, v.variant) for v in found]
         at = cases.sample_of(case.shape.queries, CHECKED, self.device)
         want = cases.exact(case, at)
 
-        def check(row: dict[str, Any], got: cases.Named) -> dict[str, Any]:
-            added: dict[str, Any] = {"finite": all(bool(t.isfinite().all()) for k, t in got.items() if k != "lse")}
+        def check(row: Row, got: Named) -> Row:
+            added: Row = {"finite": attention.finite(got)}
             if row["variant"] in targets.OTHER_KEYS:
                 return added
             errors = {n: cases.relative(t, want[n]) for n, t in cases.picked(got, at).items() if n != "lse"}
@@ -180,28 +136,20 @@ class Run(running.PartRun[Settings]):
 
         clock = Clock(self.device, self.flush, self.s.rounds, LONG_US)
         name = f"{case.shape.name}, {case.shape.entries} keys: "
+        figures = lambda row, t: self.add_figures(case.shape, row, t, pairs)  # noqa: E731
         try:
-            measure(
-                clock,
-                found,
-                made,
-                lambda row, t: self.add_figures(case.shape, row, t, pairs),
-                check,
-                lambda text: self.report(name + text),
-            )
+            measure(clock, found, made, figures, check, lambda text: self.report(name + text))
         finally:  # what failed may have taken the device with it
             rows.extend(r for r in made if _ended(r))
             self.save(self.result)
 
-    def add_figures(self, shape: Shape, row: dict[str, Any], t: timing.Timing, pairs: int) -> None:
+    def add_figures(self, shape: Shape, row: Row, t: timing.Timing, pairs: int) -> None:
         """Adds to a row its times and rate."""
-        row |= t.as_json()
-        row["median_ms"] = round(row["median_us"] / 1e3, 6)
-        if row["variant"] in targets.OTHER_KEYS or not self.gpu:
-            return
-        row["tflops"] = round(targets.operations(shape, pairs, row["what"]) / row["median_us"] / 1e6, 1)
+        row |= t.in_ms()
+        if row["variant"] not in targets.OTHER_KEYS and self.gpu:
+            row["tflops"] = round(targets.operations(shape, pairs, row["what"]) / row["median_us"] / 1e6, 1)
 
-    def add_bars(self, row: dict[str, Any]) -> None:
+    def add_bars(self, row: Row) -> None:
         """Adds to a row of the op the bars that it has."""
         key = (row["case"], row["what"])
         if "median_us" not in row or not self.gpu or self.s.small:
@@ -209,10 +157,7 @@ class Run(running.PartRun[Settings]):
         if key in targets.PUBLISHED:
             row["published"] = targets.PUBLISHED[key]
         if key in targets.TARGETS:
-            target = targets.TARGETS[key]
-            row |= {"bar_us": target.bar, "goal_us": target.goal}
-            if self.bars_apply:
-                row |= {"met_bar": row["median_us"] <= target.bar, "met_goal": row["median_us"] <= target.goal}
+            row |= targets.TARGETS[key].of(row, self.bars_apply)
 
     # ---- parts
 
@@ -235,7 +180,7 @@ class Run(running.PartRun[Settings]):
 
     def packages(self, shape: Shape, what: str) -> list[str]:
         """Returns the other packages to measure at a shape; why one cannot be measured here goes into the result."""
-        reasons = {name: others.missing(name) for name in shape.packages(what)}
+        reasons = {name: peers.missing(name) for name in shape.packages(what)}
         self.result["skipped"] |= {name: reason for name, reason in reasons.items() if reason}
         return [name for name, reason in reasons.items() if not reason]
 
@@ -255,7 +200,7 @@ class Run(running.PartRun[Settings]):
 
     def compare(self, name: str, what: str) -> None:
         """Adds to the op's row of the peers how many times as long each of them takes."""
-        timed = [r for r in self.result["peers"] if (r["case"], r["what"]) == (name, what) and "median_us" in r]
+        timed = _of(self.result["peers"], case=name, what=what)
         for r in (r for r in timed if r["variant"] == "ops"):
             for peer in (p for p in timed if p["variant"] in TIMES):
                 r[TIMES[peer["variant"]]] = round(peer["median_us"] / r["median_us"], 3)
@@ -287,12 +232,9 @@ class Run(running.PartRun[Settings]):
             self.report(f"errors: {shape.name}")
             case = make_case(shape, self.device)
             at = cases.sample_of(shape.queries, SAMPLED, self.device)
-            runs = [cases.forward(case) | cases.both(case, case.leaves()) for _ in range(2)]
-            differ = [k for k in runs[0] if not accuracy.same_bits(runs[0][k], runs[1][k])]
-            self.result["determinism"].append({"case": shape.name, "differ": differ, "met": not differ})
-            got, want = cases.picked(runs[0], at), cases.exact(case, at)
-            self.record(case, "sampled queries", got, want, cases.dense_sampled(case, at))
-            del runs
+            got = cases.picked(self.twice(case), at)
+            row = {**cases.case_values(shape), "of": "sampled queries"}
+            self.record("errors", row, got, cases.exact(case, at), cases.dense_sampled(case, at))
             self.tidy()
             if shape.decodes:
                 continue
@@ -300,33 +242,20 @@ class Run(running.PartRun[Settings]):
                 self.report(f"errors: {shape.name}, gradients, {dtype}")
                 less = make_case(shape if self.s.small else shape.for_gradients(), self.device, dtype=dtype)
                 got, want = cases.both(less, less.leaves()), cases.dense_gradients(less, torch.float64)
-                self.record(less, "all gradients", got, want, cases.dense_gradients(less, dtype))
+                row = {**cases.case_values(less.shape, dtype), "of": "all gradients"}
+                self.record("errors", row, got, want, cases.dense_gradients(less, dtype))
                 self.tidy()
             self.save(self.result)
 
-    def record(self, case: Case, of: str, got: cases.Named, want: cases.Named, dense: cases.Named) -> None:
-        errors: dict[str, Any] = {}
-        for name, value in got.items():
-            entry: dict[str, Any] = {"relative": cases.relative(value, want[name])}
-            if name in dense:
-                entry["dense"] = cases.relative(dense[name], want[name])
-                entry["bar"] = targets.ERROR_FACTOR * entry["dense"]
-                entry["met"] = entry["relative"] <= entry["bar"]
-            errors[name] = entry
-        self.result["errors"].append({**cases.case_values(case.shape, case.q.dtype), "of": of, "errors": errors})
-
     def memory(self) -> None:
-        """Measures the op's peak memory beyond its inputs and outputs."""
-        if not self.gpu:
-            self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
-            return
+        """Measures the op's peak memory beyond its inputs and outputs; there is no bar."""
         for shape in self.shapes:
             case = make_case(shape, self.device)
             for what in self.whats(shape):
                 call = self.ours(case, what).build()
                 call()
-                found = running.peak_memory(call, self.device, float("inf"))
-                del found["met_bar"]  # there is no bar
+                found = running.peak_memory(call, self.device, math.inf)
+                del found["met_bar"]
                 self.result["memory"].append({**cases.case_values(shape), "what": what, **found})
             self.tidy()
 
@@ -346,9 +275,235 @@ def _ended(row: Row) -> bool:
     return "median_us" in row or "error" in row
 
 
-def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the JSON and, next to it, the table and the picture."""
-    running.save(result, path)
-    stored = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(table(stored))
-    plot(stored, path.with_suffix(".png"))
+# ---- what is compiled first: not what torch.compile chooses by its times on the GPU, which must be idle then
+
+
+def compile_ours(shape: Shape, dtype: torch.dtype = BF16, forward: bool = True) -> None:
+    """Runs the op at the real shape, because launch plans depend on sizes."""
+    case = make_case(shape, torch.device("cuda"), dtype=dtype)
+    if forward:
+        cases.forward(case)
+    cases.both(case, case.leaves())
+    torch.cuda.synchronize()
+
+
+def compile_crossing(width: int) -> None:
+    """Runs the op for each length of the lists that the crossing has."""
+    for count in targets.CROSSING_LISTS:
+        compile_ours(targets.WIDTHS[width].of(4096, 4096, count), forward=False)
+
+
+def compile_ranges(name: str) -> None:
+    """Runs the selection op over ranges of one key."""
+    shape = targets.SHAPES[name]
+    peers.make(targets.RANGES, make_case(shape, torch.device("cuda")), "fwd" if shape.decodes else "fb")[0]()
+    torch.cuda.synchronize()
+
+
+def jobs(names: Sequence[str], parts: Sequence[str]) -> running.Jobs:
+    """Returns what to compile side by side for these shapes and parts."""
+    found: running.Jobs = {}
+    if {"speed", "errors", "memory", "peers"} & set(parts):
+        found |= {name: (compile_ours, (targets.SHAPES[name],)) for name in names}
+    if "errors" in parts:
+        for name in (name for name in NARROW_AND_FULL if name in names):
+            shape = targets.SHAPES[name].for_gradients()
+            found |= {f"{name}, {d}": (compile_ours, (shape, d, False)) for d in (F16, F32)}
+    if "crossing" in parts:
+        found |= {f"crossing, D = {width}": (compile_crossing, (width,)) for width in targets.WIDTHS}
+    if "peers" in parts:
+        found |= {f"ranges, {name}": (compile_ranges, (name,)) for name in names}
+    return found
+
+
+# ---- tables
+
+
+def _sizes(row: Row) -> list[Any]:
+    queries = f"{row['B']} x {row['S']}" if row["B"] > 1 else row["S"]
+    widths = f"{row['Dk']} / {row['Dv']}" + (" in K" if row["shared"] else "")
+    return [row["case"], queries, row["S_kv"], row["h"], widths, row["n"], report.WHAT[row["what"]]]
+
+
+def _speed(r: Row) -> list[Any]:
+    times = [*report.timed(r), figure(r.get("tflops"), ".0f"), *report.verdicts(r)]
+    return [*_sizes(r), report.title(r), *times, report.note(r, r.get("published", ""))]
+
+
+def _wrong(row: Row) -> str:
+    """Returns a note on outputs that are not those of the formula."""
+    of = [name for name in ("o", "dq") if not float(row.get(f"{name}_error", 0)) < WRONG]
+    return f"**wrong {', '.join(of)}**" if of else ""
+
+
+_SIZES = "case|S|S_kv|heads|Dk / Dv|n||"
+_PEERS = Table(
+    f"Other implementations (x: how many times as long as {report.OURS} next to them)",
+    f"{_SIZES}implementation|time|quartiles|x|note",
+    lambda r: [*_sizes(r), report.title(r), *report.timed(r), figure(r["x"], ".2f"), report.note(r, _wrong(r))],
+)
+
+
+def _peers(result: Result) -> Section:
+    """Returns the table of the peers, whose ratios are in the op's row."""
+    ours = {(r["case"], r["what"]): r for r in reversed(result["peers"]) if report.is_ours(r)}
+    rows = []
+    for r in result["peers"]:
+        of = ours.get((r["case"], r["what"]), r)
+        rows.append(r | {"x": None if of is r else of.get(TIMES.get(r["variant"], ""))})
+    return _PEERS.section({"peers": rows}, "peers")
+
+
+# ---- the crossing
+
+Points = Sequence[tuple[int, float]]
+
+
+def _of(rows: Iterable[Row], **where: Any) -> list[Row]:
+    return [r for r in rows if "median_us" in r and all(r[k] == v for k, v in where.items())]
+
+
+def places(result: Result) -> list[tuple[str, str, int]]:
+    """Returns (case, what, tokens) of every part of the crossing."""
+    found = {(r["case"], r["what"], r["S"]) for r in result["crossing"]}
+    return sorted(found, key=lambda p: (p[0], p[1] == "fb", p[2]))
+
+
+def curve(result: Result, case: str, what: str, tokens: int) -> tuple[list[tuple[int, float]], Row | None]:
+    """Returns the op's times by length of the lists, in µs, and the fastest dense row."""
+    rows = _of(result["crossing"], case=case, what=what, S=tokens)
+    dense = [r for r in rows if not report.is_ours(r)]
+    points = sorted((r["n"], r["median_us"]) for r in rows if report.is_ours(r))
+    return points, min(dense, key=lambda r: r["median_us"], default=None)
+
+
+def break_even(points: Points, dense: float) -> float | None:
+    """Returns the length up to which lists are faster than dense attention, interpolated logarithmically.
+
+    None if no measured length is faster. If all are, the last one.
+    """
+    if not points or points[0][1] >= dense:
+        return None
+    for (n0, t0), (n1, t1) in itertools.pairwise(points):
+        if t1 >= dense:
+            share = math.log(dense / t0) / math.log(t1 / t0)
+            return math.exp(math.log(n0) + share * math.log(n1 / n0))
+    return float(points[-1][0])
+
+
+def up_to(points: Points, dense: Row | None) -> str:
+    """Returns the text of :func:`break_even`."""
+    if dense is None:
+        return ""
+    at = break_even(points, dense["median_us"])
+    if at is None:
+        return "none"
+    return f"all, to {points[-1][0]}" if at == points[-1][0] else f"{at:,.0f}"
+
+
+def crossing_section(result: Result) -> Section:
+    counts = sorted({r["n"] for r in result["crossing"] if report.is_ours(r)})
+    rows = []
+    for case, what, tokens in places(result):
+        points, dense = curve(result, case, what, tokens)
+        times, of = dict(points), dense or {}
+        name = f"{of.get('variant', '')}; {of.get('note', '')}".strip("; ")
+        cells = [report.time(times.get(n)) for n in counts]
+        cells += [report.time(of.get("median_us")), name, up_to(points, dense)]
+        rows.append([case, report.WHAT[what], str(tokens), *cells])
+    for r in result["crossing"]:
+        if "median_us" not in r:
+            name = report.title(r) + (f", n = {r['n']}" if report.is_ours(r) else "")
+            cells = [""] * len(counts) + [report.error(r), name, ""]
+            rows.append([r["case"], report.WHAT[r["what"]], str(r["S"]), *cells])
+    headings = ["case", "", "tokens", *(f"n = {n}" for n in counts), "dense", "by", "lists are faster up to n"]
+    return f"{report.OURS} by the length of the lists, next to the fastest dense causal attention", headings, rows
+
+
+TABLES: report.Makers = {
+    "rows": Table(
+        "Speed: uniform random causal keys, sorted",
+        f"{_SIZES}implementation|time|quartiles|TFLOP/s|bar|goal||note",
+        _speed,
+    ),
+    "peers": _peers,
+    "errors": Table(
+        "Relative errors against fp64, and those of dense SDPA with a mask in the same dtype on the same lists",
+        "case|compared|dtype|S|n|tensor|error|dense SDPA's|bar|",
+        lambda r: [r["case"], r["of"], r["dtype"], r["S"], r["n"], *report.errors(r)],
+        report.each_error,
+    ),
+    "determinism": report.TWO_RUNS,
+    "memory": Table(
+        "Peak memory beyond inputs and outputs",
+        f"{_SIZES}peak, MB|outputs, MB",
+        lambda r: [*_sizes(r), f"{r['peak_above_mb']:.0f}", f"{r['outputs_mb']:.0f}"],
+    ),
+    "crossing": crossing_section,
+}
+
+
+def part_of(result: Result, part: str) -> Result:
+    """Returns the run that a part is of: what names its device, versions and commit."""
+    found: Result = result.get("origins", {}).get(part, result)
+    return found
+
+
+def _origins(result: Result) -> list[str]:
+    """Returns a line for each other run that parts are of, and for a run that this one went on from."""
+    of: dict[str, list[str]] = {}
+    for part, origin in result.get("origins", {}).items():
+        of.setdefault("; ".join(report.facts(origin | {"complete": True})), []).append(part)
+    lines = [f"of another run: {', '.join(parts)}: {line}" for line, parts in of.items()]
+    return lines + [f"went on from the run of {date}" for date in result.get("resumed", ())]
+
+
+def table(result: Result) -> str:
+    """Returns the whole run as Markdown."""
+    lines = [*report.facts(result), *_origins(result), report.timing_of(result)]
+    known = {r["case"] for r in result["rows"]}
+    lines += [f"{name}: {meaning}" for name, meaning in targets.MEANINGS.items() if name in known]
+    lines.append("TFLOP/s: 2 products of every listed pair forward, 7 forward and backward")
+    missed = [f"{r['case']}, {report.WHAT[r['what']]}" for r in result["rows"] if r.get("met_bar") is False]
+    if missed:
+        lines.append(f"bars that are {report.yes(False)}: {'; '.join(missed)}")
+    return report.document("Attention over lists of keys", lines, report.sections_of(result, TABLES))
+
+
+# ---- the picture
+
+_COLOURS = ("#7fbf7b", "#1b7837", "#00441b", "#762a83", "#9970ab")
+
+
+def plot(result: Result, path: pathlib.Path) -> None:
+    """Plots times by length of the lists, dense attention as horizontal lines; writes no file if nothing was timed."""
+    pyplot = report.pyplot()
+    found = places(result)
+    if not any(curve(result, *place)[0] for place in found):
+        return
+    names = sorted({case for case, _, _ in found})
+    figure, axes = pyplot.subplots(len(names), 2, figsize=(11, 1.2 + 3.6 * len(names)), squeeze=False)
+    for line, case in zip(axes, names, strict=True):
+        for axis, what in zip(line, report.WHAT, strict=True):
+            _draw(axis, result, case, what, [t for c, w, t in found if (c, w) == (case, what)])
+    heads = max(r["h"] for r in result["crossing"])
+    device = part_of(result, "crossing")["device"]["name"]
+    title = f"Attention over lists of keys on {device}, {heads} heads (dashed: dense causal attention)"
+    report.finish(figure, title + report.noticed(result), path)
+
+
+def _draw(axis: Any, result: Result, case: str, what: str, tokens: list[int]) -> None:
+    ticks: set[int] = set()
+    for colour, length in zip(_COLOURS, tokens, strict=False):
+        points, dense = curve(result, case, what, length)
+        ticks |= {n for n, _ in points}
+        if points:
+            x, y = zip(*points, strict=True)
+            label = f"{report.tokens(length)} tokens"
+            axis.plot(x, [us / 1e3 for us in y], "o-", color=colour, label=label, markersize=4)
+        if dense is not None:
+            axis.axhline(dense["median_us"] / 1e3, color=colour, linewidth=1, linestyle="--")
+    report.draw_curves(axis, f"{report.WHAT[what]}, {case}, ms", "keys a query", {n: str(n) for n in sorted(ticks)})
+
+
+write = report.writer(table, plot=plot)

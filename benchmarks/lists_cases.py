@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of the rows of attention over lists of keys, and the formula in fp64 and as dense SDPA with a mask.
-
-The formula is written independently of the package's reference. It gives the values that outputs are checked against.
-"""
+"""Inputs of the rows of attention over lists of keys, and what they are checked against: the formula, dense SDPA."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from torch import Tensor
 
 import mhc_inductor
 
+from . import attention
+from .accuracy import relative
+from .attention import CHUNK, Call, Named, gradients, picked, sample_of
 from .lists_targets import RATIO, Shape
-from .selection_cases import Named, relative, sample_of
 
-_CHUNK = 1 << 26
-__all__ = ["Case", "Named", "make_case", "relative", "sample_of"]
-Call = Callable[[], Named]
+__all__ = ["Case", "Named", "make_case", "picked", "relative", "sample_of"]
 Attend = Callable[..., Tensor]
 
 
@@ -50,6 +47,10 @@ class Case:
     def values(self) -> Tensor:
         return self.k[..., : self.shape.v_dim] if self.v is None else self.v
 
+    def mask(self, b: int, at: Tensor) -> Tensor:
+        """Returns the keys that queries of a sequence see, bool ``[n, 1, S_kv]``."""
+        return mask_of(self.indices[b, at], self.shape.length)
+
     @property
     def pairs(self) -> int:
         """Returns the number of selected keys of all queries."""
@@ -63,7 +64,7 @@ def _drawn(reach: Tensor, keys: int, count: int) -> Tensor:
     """Returns ``count`` distinct random keys below ``reach [S]`` for each query, int64 ``[S, count]``; -1 for none."""
     out = torch.empty((len(reach), count), dtype=torch.int64, device=reach.device)
     every = torch.arange(keys, device=reach.device)
-    rows = max(1, _CHUNK // keys)
+    rows = max(1, CHUNK // keys)
     for at in range(0, len(reach), rows):
         hidden = every >= reach[at : at + rows, None]
         score = torch.rand(hidden.shape, device=reach.device).masked_fill_(hidden, -1)
@@ -136,12 +137,6 @@ def forward(case: Case) -> Named:
     return {"o": o, "lse": lse}
 
 
-def gradients(o: Tensor, leaves: Named, dout: Tensor) -> Named:
-    """Returns o and the gradients of the leaves."""
-    found = torch.autograd.grad(o, list(leaves.values()), dout)
-    return {"o": o.detach(), **{f"d{name}": g for name, g in zip(leaves, found, strict=True)}}
-
-
 def both(case: Case, leaves: Named) -> Named:
     """Returns o and the gradients of the op for all inputs that have one."""
     return gradients(op(case, leaves)[0], leaves, case.dout)
@@ -158,16 +153,7 @@ def call(case: Case, what: str, attend: Attend) -> Call:
         sink = leaves["sink"][0] if "sink" in leaves else None
         return attend(leaves["q"][:, :, 0], leaves["k"][:, 0], v, sink)[:, :, None]
 
-    leaves = case.leaves()
-    if what == "fb":
-        return lambda: gradients(o(leaves), leaves, case.dout)
-    inputs = {n: t.detach() for n, t in leaves.items()}
-
-    def forward() -> Named:
-        with torch.no_grad():
-            return {"o": o(inputs)}
-
-    return forward
+    return attention.call(o, what, case.leaves(), case.dout)
 
 
 # ---- the formula
@@ -181,29 +167,8 @@ def mask_of(indices: Tensor, length: int) -> Tensor:
 
 
 def exact(case: Case, at: Tensor) -> Named:
-    """Returns o and lse, ``[B * n, h, ...]``, and dq in fp64 for the queries ``at``, from their own keys alone."""
-    shape = case.shape
-    few = max(1, _CHUNK // (shape.entries * (shape.dim + shape.v_dim)))
-    found: dict[str, list[Tensor]] = {"o": [], "lse": [], "dq": []}
-    for b in range(shape.batch):
-        for some in at.split(few):
-            for name, t in _exact(case, b, some).items():
-                found[name].append(t)
-    return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-def _exact(case: Case, b: int, at: Tensor) -> Named:
-    scale = case.shape.dim**-0.5
-    index = case.indices[b, at, 0].long()
-    keys, values = (t[b, 0, index.clamp(min=0)].double() for t in (case.k, case.values))
-    q, dout = case.q[b, at, 0].double(), case.dout[b, at, 0].double()
-    s = (q @ keys.mT * scale).masked_fill(index[:, None] < 0, float("-inf"))
-    lse = s.logsumexp(-1)
-    total = lse if case.sink is None else torch.logaddexp(lse, case.sink[0].double())
-    p = (s - total[..., None]).exp()
-    o, dp = p @ values, dout @ values.mT
-    ds = p * (dp - (dout * o).sum(-1, keepdim=True))
-    return {"o": o, "lse": lse, "dq": ds @ keys * scale}
+    """Returns o ``[B * n, 1, h, Dv]``, lse and dq in fp64 for the queries ``at``."""
+    return attention.exact(case, at, case.mask, dq=True)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None, fold: bool) -> Tensor:
@@ -238,42 +203,32 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None, fo
 
 def dense_sampled(case: Case, at: Tensor) -> Named:
     """Returns o and dq of dense SDPA in the case's dtype for the queries ``at``, in the layout of :func:`exact`."""
-    outs, grads = [], []
+    found: dict[str, list[Tensor]] = {"o": [], "dq": []}
     sink = None if case.sink is None else case.sink[0]
-    few = max(1, _CHUNK // (case.shape.length * case.shape.heads))
+    few = max(1, CHUNK // (case.shape.length * case.shape.heads))
     for b in range(case.shape.batch):
         for some in at.split(few):
             q = case.q[b : b + 1, some, 0].detach().requires_grad_()
             mask = mask_of(case.indices[b : b + 1, some, 0], case.shape.length)
             o = dense(q, case.k[b : b + 1, 0], case.values[b : b + 1, 0], mask, sink, fold=True)
             (dq,) = torch.autograd.grad(o, [q], case.dout[b : b + 1, some, 0])
-            outs.append(o[0].detach())
-            grads.append(dq[0])
-    return {"o": torch.cat(outs), "dq": torch.cat(grads)}
-
-
-def picked(got: Named, at: Tensor) -> Named:
-    """Returns the rows of o, lse and dq of the queries ``at``, in the layout of :func:`exact`."""
-    return {name: t[:, at].flatten(0, 2) for name, t in got.items() if name in ("o", "lse", "dq")}
+            found["o"].append(o[0].detach())
+            found["dq"].append(dq[0])
+    return {name: torch.cat(parts)[:, None] for name, parts in found.items()}
 
 
 def dense_gradients(case: Case, dtype: torch.dtype) -> Named:
     """Returns o and all gradients under the dense mask: the formula in fp64, or SDPA in a narrower ``dtype``."""
     leaves = case.leaves(dtype)
-    q, k = leaves["q"][:, :, 0], leaves["k"][:, 0]
-    v = leaves["v"][:, 0] if "v" in leaves else k[..., : case.shape.v_dim]
-    sink = leaves["sink"][0] if "sink" in leaves else None
-    mask = mask_of(case.indices[:, :, 0], case.shape.length)
-    o = _plain(q, k, v, mask, sink) if dtype is torch.float64 else dense(q, k, v, mask, sink, fold=False)
-    return gradients(o[:, :, None], leaves, case.dout.to(dtype))
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None) -> Tensor:
-    s = torch.einsum("bnhd,btd->bhnt", q, k) * q.shape[-1] ** -0.5
-    s = s.masked_fill(~mask[:, None], float("-inf"))
-    if sink is not None:
-        s = torch.cat((s, sink[None, :, None, None].expand(*s.shape[:3], 1)), -1)
-    return torch.einsum("bhnt,btd->bnhd", s.softmax(-1)[..., : k.shape[1]], v)
+    q, k, sink = leaves["q"], leaves["k"], leaves.get("sink")
+    v = leaves.get("v", k[..., : case.shape.v_dim])
+    mask = mask_of(case.indices, case.shape.length)
+    if dtype is torch.float64:
+        o = attention.plain(q, k, v, mask, sink)
+    else:
+        sinks = None if sink is None else sink[0]
+        o = dense(q[:, :, 0], k[:, 0], v[:, 0], mask[:, :, 0], sinks, fold=False)[:, :, None]
+    return gradients(o, leaves, case.dout.to(dtype))
 
 
 def case_values(s: Shape, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .selection_targets import ERROR_FACTOR as ERROR_FACTOR
+from .running import Target
 
 DENSE_MASKED, DENSE_ALL = "dense SDPA with a mask", "dense SDPA, all keys"
 DENSE_CAUSAL, PLAIN = "dense causal SDPA", "torch.compile, dense causal"
@@ -115,12 +115,6 @@ WIDTHS = {128: D, 512: A}
 """The shapes whose heads and widths the crossing with dense attention takes, by Dk."""
 CROSSING_LENGTHS = (4096, 8192, 16384)
 CROSSING_LISTS = (128, 256, 512, 1024, 2048, 4096)
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    bar: float
-    goal: float
 
 
 TARGETS: dict[tuple[str, str], Target] = {

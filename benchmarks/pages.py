@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import index_targets, lists_report, lists_targets
+from . import index_targets, lists, lists_targets
 from .e79_targets import AUTHORS
 from .imports import diagram
 from .report import is_ours, markdown, sources_of
@@ -213,22 +213,22 @@ def _lists(result: Row) -> str:
     headings += ["ranges of one key", "torch.compile, gathered keys", "dense SDPA, mask"]
     picture = "![Lists of keys and dense attention by the length of the lists](../../benchmarks/results/lists.png)"
     figures = "[All figures](../../benchmarks/results/lists.md)."
-    where = f"bf16, random causal keys, all of one run. {_measured(lists_report.part_of(result, 'peers'))}."
-    dense = f"Lists and dense attention of one run. {_measured(lists_report.part_of(result, 'crossing'))}."
+    where = f"bf16, random causal keys, all of one run. {_measured(lists.part_of(result, 'peers'))}."
+    dense = f"Lists and dense attention of one run. {_measured(lists.part_of(result, 'crossing'))}."
     return "\n\n".join([markdown(headings, lines), where, _lists_crossing(result), dense, picture, figures])
 
 
 def _lists_crossing(result: Row) -> str:
     lines = []
-    for case, what, tokens in lists_report.places(result):
-        points, dense = lists_report.curve(result, case, what, tokens)
+    for case, what, tokens in lists.places(result):
+        points, dense = lists.curve(result, case, what, tokens)
         passes = {"fwd": "forward", "fb": "with gradients"}[what]
         if dense is None:
             of = [r for r in result["crossing"] if (r["case"], r["what"], r["S"]) == (case, what, tokens)]
             why = {_cell([r], variant=r["variant"]) for r in of if "median_us" not in r and not is_ours(r)}
             lines.append([case, passes, str(tokens), ", ".join(sorted(why)), ""])
         else:
-            lines.append([case, passes, str(tokens), _short(dense["median_ms"]), lists_report.up_to(points, dense)])
+            lines.append([case, passes, str(tokens), _short(dense["median_ms"]), lists.up_to(points, dense)])
     return markdown(["next to dense causal attention", "", "tokens", "dense, ms", "lists are faster up to"], lines)
 
 

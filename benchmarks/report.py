@@ -257,11 +257,12 @@ class Bar:
     us: float
     floor: float = 0.0
     separate: bool = False
+    label: str = ""
 
-    @property
-    def colour(self) -> str:
-        begins = next((c for name, c in COLOURS.items() if self.name.startswith(name)), "#dddddd")
-        return COLOURS.get(self.name, begins)
+
+def colour(name: str) -> str:
+    begins = next((c for known, c in COLOURS.items() if name.startswith(known)), "#dddddd")
+    return COLOURS.get(name, begins)
 
 
 def bars(rows: Iterable[Row], prefix: bool = False) -> list[Bar]:
@@ -324,11 +325,11 @@ def draw_bars(
         y += 1
         for b in group:
             hatch = "////" if b.separate else ""
-            axis.barh(y, length(b), 0.82, color=b.colour, hatch=hatch, edgecolor="white", linewidth=0)
+            axis.barh(y, length(b), 0.82, color=colour(b.name), hatch=hatch, edgecolor="white", linewidth=0)
             weight = "bold" if OURS in b.name else "normal"
             at = length(b) + (1 if style else 0)
             axis.text(at, y, said(b), fontsize=8, va="center", fontweight=weight, **style)
-            ticks[y] = b.name
+            ticks[y] = b.label or b.name
             y += 1
         y += 0.6
     axis.set_yticks([*ticks], [*ticks.values()], fontsize=8.5 if style else 8)

@@ -1,73 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The selection-attention benchmark: its rows, and how one run measures them.
+"""The selection-attention benchmark: its rows, how one run measures them, its tables and pictures.
 
-Times are medians of CUDA-graph replays with the L2 flushed before each replay. The variants of a case take turns; long
-calls get fewer rounds. A failing variant is recorded in its row.
+The variants of a case take turns; long calls get fewer rounds. A failing variant is recorded in its row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import pathlib
-import time
-from collections.abc import Callable
+import statistics
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import mhc_inductor
 
-from . import accuracy, running, selection_cpu, selection_layer, selection_warm, timing
+from . import attention, report, running, selection_layer, timing
 from . import selection_cases as cases
 from . import selection_peers as peers
 from . import selection_targets as targets
-from .running import CPU_NOTICE
+from .attention import Named
+from .report import Result, Row, Section, Table, figure, yes
 from .selection_cases import Case, make_case
-from .selection_report import plot, plot_crossing, table
 from .selection_targets import Shape
 from .variants import Clock, Variant, measure
 
 GPU_PARTS = ("speed", "crossing", "errors", "memory", "layers")
 CPU_PARTS = ("cpu", "cpu_dense")
 PARTS = (*GPU_PARTS, *CPU_PARTS)
-ROUNDS, LAYER_ROUNDS = 40, 8
-SAMPLED, CHECKED = 384, 48
+LAYER_ROUNDS, CPU_DENSE_ROUNDS = 8, 5
+SAMPLED, CHECKED, CPU_CHECKED = 384, 48, 16
 TIMES = {
     targets.DENSE: "times_dense",
     targets.FLA: "times_fla",
     targets.GATHER: "times_gather",
     targets.MASKED: "times_masked",
 }
-LISTS = ("rows", "crossing", "errors", "determinism", "memory", "layers", "cpu", "cpu_dense", "cpu_errors")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+ERRORS = (
+    (targets.C1, "corr", BF16, 1.0),
+    (targets.C1, "rand", BF16, 1.0),
+    (targets.C2, "corr", BF16, 1.0),
+    (targets.DECODE, "corr", BF16, 1.0),
+    (targets.TOKENS, "tokens", BF16, 1.0),
+    (targets.C1, "corr", F16, 1.0),
+    (targets.C1, "corr", BF16, 24.0),
+    (targets.C1, "corr", F16, 24.0),
+    (targets.C1, "corr", F32, 1.0),
+)
+"""Cases whose errors are measured: shape, selection, dtype, and the logits' standard deviation."""
+GRADIENT_ERRORS = ((BF16, 1.0), (F16, 1.0), (F16, 24.0), (F32, 1.0))
 
 
 @dataclasses.dataclass
-class Settings:
-    """Settings of one run. ``small``: use tiny shapes; ``warm``: first compile in parallel processes."""
-
-    device: str = "auto"
+class Settings(running.Settings):
     parts: tuple[str, ...] = GPU_PARTS
-    rounds: int = ROUNDS
-    peers: bool = True
-    warm: bool = True
+    rounds: int = 40
     budget_s: float = 140.0
-    seed: int | None = None
-    small: bool = False
-
-    def resolve(self) -> torch.device:
-        return running.device_of(self.device, gpu=not set(self.parts) <= set(CPU_PARTS))
+    cpu_parts = CPU_PARTS
 
 
-class Run(running.PartRun[Settings]):
-    operator, notice, unit, lists = "selection", CPU_NOTICE, "microseconds", LISTS
+class Run(attention.Run[Settings]):
+    operator, cases = "selection", cases
+    lists = ("rows", "crossing", "errors", "determinism", "memory", "layers", "cpu", "cpu_dense", "cpu_errors")
+    kept = ("parts", "seed", "budget_s", "small", "threads")
 
-    def __init__(
-        self, settings: Settings, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, settings: Settings, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
         super().__init__(settings, save, report)
-        self.result["seconds_of"] = {}
         self.dense_us: dict[tuple[str, str], float] = {}
         try:
             peers.fla_module()
@@ -76,44 +78,10 @@ class Run(running.PartRun[Settings]):
             self.fla = None
             self.result["skipped"][targets.FLA] = running.message(e)
 
-    def recorded(self) -> dict[str, Any]:
-        return {
-            "parts": list(self.s.parts),
-            "seed": self.seed,
-            "budget_s": self.s.budget_s,
-            "small": self.s.small,
-            "threads": torch.get_num_threads(),
-        }
-
-    @property
-    def bars_apply(self) -> bool:
-        return super().bars_apply and not self.s.small
-
-    def shape(self, shape: Shape) -> Shape:
-        return shape.small() if self.s.small else shape
-
-    def run(self) -> dict[str, Any]:
-        if self.gpu and self.s.warm and not self.s.small:
-            self.report("compiling side by side")
-            found = selection_warm.warm(self.s.peers and self.fla is not None)
-            self.result["settings"]["compiled_first"] = dataclasses.asdict(found)
-        return super().run()
-
-    def part(self, name: str) -> None:
-        begun = time.monotonic()
-        super().part(name)
-        self.result["seconds_of"][name] = round(time.monotonic() - begun, 1)
+    def jobs(self) -> running.Jobs:
+        return JOBS | (FLA_JOBS if self.s.peers and self.fla is not None else {})
 
     # ---- variants
-
-    def ours(self, case: Case, what: str) -> Variant:
-        def build() -> Callable[[], Any]:
-            if what == "fwd":
-                return lambda: cases.forward(case)
-            leaves = case.leaves()
-            return lambda: cases.both(case, leaves)
-
-        return Variant(what, "ops", build)
 
     def from_blocks(self, case: Case) -> Variant:
         """Returns the forward from block indices; the same call makes the ranges from them."""
@@ -127,26 +95,20 @@ class Run(running.PartRun[Settings]):
         return Variant("fwd", "ops, from block indices", lambda: call)
 
     def dense(self, case: Case, what: str) -> Variant:
-        def build() -> Callable[[], Any]:
-            call, variant.note = peers.dense(case, what)
-            return call
-
-        variant = Variant(what, targets.DENSE, build)
-        return variant
+        return self.peer(case, what, targets.DENSE, peers.dense)
 
     def fla_selected(self, case: Case, what: str) -> Variant:
-        return Variant(
-            what, f"{targets.FLA} {self.fla}", lambda: peers.fla_selected(case, what), "selected branch alone"
-        )
+        name, note = f"{targets.FLA} {self.fla}", "selected branch alone"
+        return Variant(what, name, lambda: peers.fla_selected(case, what), note)
 
     def whats(self, shape: Shape) -> tuple[str, ...]:
         return ("fwd",) if shape.decodes and not shape.tokens else ("fwd", "fb")
 
     # ---- running
 
-    def time(self, case: Case, found: list[Variant], rows: list[dict[str, Any]]) -> None:
+    def time(self, case: Case, found: list[Variant], rows: list[Row]) -> None:
         """Builds, times and checks the variants of one case; appends their rows."""
-        made = [self.header(case, v) for v in found]
+        made = [_header(case, v) for v in found]
         measure(
             Clock(self.device, self.flush, self.s.rounds),
             found,
@@ -158,37 +120,23 @@ class Run(running.PartRun[Settings]):
         self.compare(case, made)
         rows.extend(made)
 
-    def header(self, case: Case, v: Variant | selection_cpu.Call) -> dict[str, Any]:
-        s = case.shape
-        row: dict[str, Any] = {"case": s.name, "select": case.select, "what": v.what, "variant": v.variant}
-        row |= {"B": s.batch, "S": s.queries, "S_kv": s.length, "G": s.groups, "h": s.heads, "D": s.dim}
-        return row | {"ranges": case.ranges.shape[-2], "dtype": str(case.q.dtype).removeprefix("torch.")}
-
-    def add_figures(self, case: Case, row: dict[str, Any], t: timing.Timing) -> None:
+    def add_figures(self, case: Case, row: Row, t: timing.Timing) -> None:
         """Adds to a row its times, and the bars if it has any."""
-        row |= t.as_json()
-        row["median_ms"] = round(row["median_us"] / 1e3, 6)
+        row |= t.in_ms()
         target = targets.target(case.shape.name, row["what"], case.select)
-        if target is None or row["variant"] != "ops" or self.s.small:
-            return
-        row |= {"bar_us": target.bar, "goal_us": target.goal, "measured_separately_us": target.peers}
-        if self.bars_apply:
-            row["met_bar"] = row["median_us"] <= target.bar
-            row["met_goal"] = None if target.goal is None else row["median_us"] <= target.goal
+        if target is not None and row["variant"] == "ops" and not self.s.small:
+            row |= target.of(row, self.bars_apply)
 
-    def checked(self, case: Case, row: dict[str, Any], got: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def checked(self, case: Case, row: Row, got: Named) -> Row:
         """Checks that outputs are finite; for our op and flash-linear-attention compares sampled queries with fp64."""
-        found: dict[str, Any] = {"finite": all(bool(t.isfinite().all()) for k, t in got.items() if k != "lse")}
-        if row["variant"].split(",")[0] == "ops":
+        found: Row = {"finite": attention.finite(got)}
+        if row["variant"].startswith(("ops", targets.FLA)):
             at = cases.sample(case.shape, CHECKED, self.device)
-            found["o_error"] = cases.relative(cases.picked(case, got, at)["o"], cases.exact(case, at)["o"])
-        elif row["variant"].startswith(targets.FLA):
-            at = cases.sample(case.shape, CHECKED, self.device)
-            o = got["o"][:, at].flatten(0, 1).unflatten(1, (case.shape.groups, -1))
-            found["o_error"] = cases.relative(o, cases.exact(case, at)["o"])
+            want = cases.exact(case, at)["o"]
+            found["o_error"] = cases.relative(got["o"][:, at].reshape(want.shape), want)
         return found
 
-    def compare(self, case: Case, made: list[dict[str, Any]]) -> None:
+    def compare(self, case: Case, made: list[Row]) -> None:
         """Adds to our rows the ratio to the dense row of the same shape, which is measured once."""
         key = case.shape.name
         for r in made:
@@ -208,23 +156,27 @@ class Run(running.PartRun[Settings]):
 
     def speed(self) -> None:
         """Measures the shapes that have bars, a few thousand tokens, and single keys."""
-        for shape in map(self.shape, (targets.C1, targets.C2, targets.C3, targets.DECODE)):
+        for shape in map(self.sized, (targets.C1, targets.C2, targets.C3, targets.DECODE)):
             for select in cases.SELECTS:
                 self.case(shape, select, with_dense=select == "corr", with_fla=select == "corr")
-        for shape in map(self.shape, targets.SHORT):
+        for shape in map(self.sized, targets.SHORT):
             self.case(shape, "corr", with_dense=True)
-        for shape in map(self.shape, (targets.TOKENS, targets.TOKENS_DECODE)):
+        for shape in map(self.sized, (targets.TOKENS, targets.TOKENS_DECODE)):
             case = make_case(shape, "tokens", self.device)
-            variants = []
-            for what in self.whats(shape):
-                variants.append(self.ours(case, what))
-                variants.append(Variant(what, targets.GATHER, lambda w=what, c=case: peers.gather(c, w)))
-            self.time(case, variants, self.result["rows"])
+            self.next_to(case, targets.GATHER, peers.gather, "rows")
         for r in self.result["rows"]:
             # A ratio within one run counts on any GPU.
             if "times_gather" in r and self.gpu and not self.s.small:
                 r["met_bar"] = r["times_gather"] >= 1.0
         self.save(self.result)
+
+    def next_to(self, case: Case, name: str, peer: Callable[[Case, str], attention.Call], rows: str) -> None:
+        """Measures the op next to one other implementation."""
+        variants = []
+        for what in self.whats(case.shape):
+            variants.append(self.ours(case, what))
+            variants.append(Variant(what, name, lambda w=what: peer(case, w)))
+        self.time(case, variants, self.result[rows])
 
     def case(self, shape: Shape, select: str, *, with_dense: bool = False, with_fla: bool = False) -> None:
         case = make_case(shape, select, self.device)
@@ -246,83 +198,42 @@ class Run(running.PartRun[Settings]):
         known = {(r["S"], r["h"], r["what"], r["variant"]): r for r in self.result["rows"] if r["select"] == "corr"}
         for heads, groups in targets.CROSSING_HEADS.items():
             for length in targets.CROSSING_LENGTHS:
-                shape = self.shape(Shape(f"{length // 1024}K, {heads} heads a group", length, groups, heads))
+                shape = self.sized(Shape(f"{length // 1024}K, {heads} heads a group", length, groups, heads))
                 rows = [known.get((length, heads, w, v)) for w in ("fwd", "fb") for v in ("ops", targets.DENSE)]
                 if all(r is not None and "median_us" in r for r in rows):
                     self.result["crossing"] += rows
-                    continue
-                if self.spent:
+                elif self.spent:
                     self.result["skipped"][f"crossing at {shape.name}"] = running.SPENT
-                    continue
-                case = make_case(shape, "corr", self.device)
-                variants = [v for w in ("fwd", "fb") for v in (self.ours(case, w), self.dense(case, w))]
-                self.time(case, variants, self.result["crossing"])
+                else:
+                    case = make_case(shape, "corr", self.device)
+                    variants = [v for w in ("fwd", "fb") for v in (self.ours(case, w), self.dense(case, w))]
+                    self.time(case, variants, self.result["crossing"])
         self.save(self.result)
 
     def errors(self) -> None:
         """Measures errors (sampled queries; all gradients of small shapes) next to dense SDPA's, and determinism."""
-        c1, c2, decode, tokens = map(self.shape, (targets.C1, targets.C2, targets.DECODE, targets.TOKENS))
-        for shape, select, dtype, std in (
-            (c1, "corr", BF16, 1.0),
-            (c1, "rand", BF16, 1.0),
-            (c2, "corr", BF16, 1.0),
-            (decode, "corr", BF16, 1.0),
-            (tokens, "tokens", BF16, 1.0),
-            (c1, "corr", F16, 1.0),
-            (c1, "corr", BF16, 24.0),
-            (c1, "corr", F16, 24.0),
-            (c1, "corr", F32, 1.0),
-        ):
+        for shape, select, dtype, std in ((self.sized(s), *more) for s, *more in ERRORS):
             self.report(f"errors: {shape.name} {select} {dtype} {std:g}")
             case = make_case(shape, select, self.device, dtype=dtype, std=std)
             at = cases.sample(shape, SAMPLED, self.device)
             got, want = cases.picked(case, cases.forward(case), at), cases.exact(case, at)
-            self.record(case, std, got, want, cases.dense_masked(case, at), len(at) * shape.batch)
+            self.record("errors", _of(case, std, len(at) * shape.batch), got, want, cases.dense_masked(case, at))
             running.free(self.device)
-        for shape in map(self.shape, targets.GRADIENTS):
-            for dtype, std in ((BF16, 1.0), (F16, 1.0), (F16, 24.0), (F32, 1.0)):
+        for shape in map(self.sized, targets.GRADIENTS):
+            for dtype, std in GRADIENT_ERRORS:
                 self.report(f"errors: {shape.name} {dtype} {std:g}")
                 case = make_case(shape, "corr", self.device, dtype=dtype, std=std)
-                got, want = cases.both(case, case.leaves()), cases.masked_gradients(case, torch.float64)
-                self.record(case, std, got, want, cases.masked_gradients(case, dtype), shape.queries)
+                self.record_gradients("errors", case, std)
                 running.free(self.device)
-        self.determinism(c1)
+        self.twice(make_case(self.sized(targets.C1), "corr", self.device))
 
-    def record(
-        self,
-        case: Case,
-        std: float,
-        got: cases.Named,
-        want: cases.Named,
-        dense: cases.Named,
-        queries: int,
-        to: str = "errors",
-    ) -> None:
-        row: dict[str, Any] = {"case": case.shape.name, "select": case.select, "logits_std": std, "queries": queries}
-        row["dtype"] = str(case.q.dtype).removeprefix("torch.")
-        row["errors"] = {}
-        for name, value in got.items():
-            entry: dict[str, Any] = {"relative": cases.relative(value, want[name])}
-            if name in dense:
-                entry["dense"] = cases.relative(dense[name], want[name])
-                entry["bar"] = targets.ERROR_FACTOR * entry["dense"]
-                entry["met"] = entry["relative"] <= entry["bar"]
-            row["errors"][name] = entry
-        self.result[to].append(row)
-
-    def determinism(self, shape: Shape) -> None:
-        """Checks o, lse and gradients for equal bits in two runs."""
-        case = make_case(shape, "corr", self.device)
-        runs = [cases.forward(case) | cases.both(case, case.leaves()) for _ in range(2)]
-        differ = [k for k in runs[0] if not accuracy.same_bits(runs[0][k], runs[1][k])]
-        self.result["determinism"].append({"case": shape.name, "differ": differ, "met": not differ})
+    def record_gradients(self, to: str, case: Case, std: float = 1.0) -> None:
+        got, want = cases.both(case, case.leaves()), cases.masked_gradients(case, torch.float64)
+        self.record(to, _of(case, std, case.shape.queries), got, want, cases.masked_gradients(case, case.q.dtype))
 
     def memory(self) -> None:
         """Measures a training step's peak at c1, inputs included, relative to Q, K, V, O and their gradients."""
-        if not self.gpu:
-            self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
-            return
-        case = make_case(self.shape(targets.C1), "corr", self.device)
+        case = make_case(self.sized(targets.C1), "corr", self.device)
         leaves = case.leaves()
         cases.both(case, leaves)
         running.free(self.device)
@@ -333,44 +244,92 @@ class Run(running.PartRun[Settings]):
         given = sum(t.nbytes for t in (*leaves, case.dout, case.ranges))
         peak = torch.cuda.max_memory_allocated(self.device) - before + given
         least = sum(t.nbytes for t in (*leaves, case.dout, *out.values()))
-        ratio = peak / least
-        self.result["memory"].append(
-            {
-                "case": case.shape.name,
-                "peak_mb": round(peak / 1e6, 1),
-                "tensors_mb": round(least / 1e6, 1),
-                "ratio": round(ratio, 4),
-                "bar": targets.MEMORY_FACTOR,
-                "met": ratio <= targets.MEMORY_FACTOR,
-            }
-        )
+        row = {"case": case.shape.name, "peak_mb": round(peak / 1e6, 1), "tensors_mb": round(least / 1e6, 1)}
+        row |= {"ratio": round(peak / least, 4), "bar": targets.MEMORY_FACTOR}
+        self.result["memory"].append(row | {"met": peak / least <= targets.MEMORY_FACTOR})
 
     def layers(self) -> None:
         """Measures a whole layer and a dense one, and the parts of the layer's forward."""
-        selection_layer.measure(self)
+        for size in map(self.sized, selection_layer.LAYERS):
+            made = selection_layer.calls(size, self.device)
+            for (what, variant), call in made.items():
+                self.report(f"layer of {size.tokens} tokens: {what} {variant}")
+                row: Row = {**dataclasses.asdict(size), "what": what, "variant": variant}
+                self.result["layers"].append(row)
+                self.layer(row, call)
+                running.free(self.device)
+            del made, call
+            running.free(self.device)
 
-    @property
-    def layer_rounds(self) -> int:
-        return min(self.s.rounds, LAYER_ROUNDS)
+    def layer(self, row: Row, call: Callable[[], Any]) -> None:
+        try:
+            ready, rounds = timing.Runnable(call, self.device), min(self.s.rounds, LAYER_ROUNDS)
+            row |= timing.interleaved({"": ready}, self.device, self.flush, rounds, 2)[""].as_json()
+            ready.close()
+            if self.gpu and not row["what"].startswith("of"):
+                row["peak_above_mb"] = running.peak_memory(call, self.device, math.inf)["peak_above_mb"]
+        except Exception as e:
+            row["error"] = running.message(e)
 
     def cpu(self) -> None:
         """Measures the op and dense SDPA with a boolean mask on two threads."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(targets.CPU_THREADS)
-        try:
-            for shape in map(self.shape, targets.CPU_SHAPES):
+        with running.threads(targets.CPU_THREADS):
+            for shape in map(self.sized, targets.CPU_SHAPES):
                 case = make_case(shape, "corr", self.device, dtype=F32)
-                variants = []
-                for what in self.whats(shape):
-                    variants.append(self.ours(case, what))
-                    variants.append(Variant(what, targets.MASKED, lambda w=what, c=case: peers.masked(c, w)))
-                self.time(case, variants, self.result["cpu"])
-        finally:
-            torch.set_num_threads(before)
+                self.next_to(case, targets.MASKED, peers.masked, "cpu")
 
     def cpu_dense(self) -> None:
         """Measures the op next to dense causal SDPA by length on two threads, and errors against fp64."""
-        selection_cpu.measure(self)
+        with running.threads(targets.CPU_THREADS):
+            for shape, dtype in targets.CPU_DENSE_SHAPES:
+                self.report(f"{shape.name}, {shape.queries} tokens, {dtype}")
+                self.result["cpu_dense"] += self.next_to_dense(cases.cpu_cases(self.sized(shape), dtype))
+                self.save(self.result)
+            for dtype in (F32, BF16):
+                for case in cases.cpu_cases(self.sized(targets.CPU_GRADIENTS), dtype):
+                    self.record_gradients("cpu_errors", case)
+
+    def next_to_dense(self, found: list[Case]) -> list[Row]:
+        """Times blocks, single keys and dense attention of one shape; returns their rows.
+
+        A ratio is the median of the rounds' own ratios, since other work on the machine slows neighbouring calls alike.
+        """
+        variants = []
+        for what in ("fwd", "fb") if found[0].shape.queries <= targets.CPU_LONGEST_WITH_GRADIENTS else ("fwd",):
+            variants += [self.ours(case, what) for case in found]
+            dense = peers.causal(found[0], what)
+            variants.append(Variant(what, targets.CPU_DENSE, lambda dense=dense: dense, case=found[0]))
+        calls = {str(i): types.SimpleNamespace(run=v.build()) for i, v in enumerate(variants)}
+        rounds, cpu = min(CPU_DENSE_ROUNDS, self.s.rounds), torch.device("cpu")
+        times = [*timing.interleaved(calls, cpu, lambda: None, rounds, 1).values()]
+        of_dense = {v.what: t for v, t in zip(variants, times, strict=True) if v.variant == targets.CPU_DENSE}
+        rows = []
+        for v, t in zip(variants, times, strict=True):
+            row = _header(v.case, v) | t.as_json()
+            if v.variant == targets.CPU_DENSE:
+                row["select"] = "all"
+            else:
+                pairs = zip(of_dense[v.what].samples_us, t.samples_us, strict=True)
+                row["times_dense"] = round(statistics.median(d / s for d, s in pairs), 3)
+            rows.append(row)
+        for row, v in zip(rows, variants, strict=True):
+            if v.variant == "ops" and v.what == "fwd":
+                at = cases.sample(v.case.shape, CPU_CHECKED, cpu)
+                got, want = cases.picked(v.case, cases.forward(v.case), at), cases.exact(v.case, at)
+                row["o_error"] = cases.relative(got["o"], want["o"])
+        return rows
+
+
+def _header(case: Case, v: Variant) -> Row:
+    s = case.shape
+    row: Row = {"case": s.name, "select": case.select, "what": v.what, "variant": v.variant}
+    row |= {"B": s.batch, "S": s.queries, "S_kv": s.length, "G": s.groups, "h": s.heads, "D": s.dim}
+    return row | {"ranges": case.ranges.shape[-2], "dtype": str(case.q.dtype).removeprefix("torch.")}
+
+
+def _of(case: Case, std: float, queries: int) -> Row:
+    row: Row = {"case": case.shape.name, "select": case.select, "logits_std": std, "queries": queries}
+    return row | {"dtype": str(case.q.dtype).removeprefix("torch.")}
 
 
 def union_sizes(case: Case) -> dict[str, float]:
@@ -388,10 +347,232 @@ def union_sizes(case: Case) -> dict[str, float]:
     return found
 
 
-def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the JSON and, next to it, the table and the pictures."""
-    running.save(result, path)
-    stored = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(table(stored))
-    plot(stored, path.with_suffix(".png"))
-    plot_crossing(stored, path.with_name(f"{path.stem}-crossing.png"))
+# ---- what is compiled first
+
+
+class _Nothing:
+    """Stands in for a kernel that another process compiles: launching it does nothing."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def compile_ours(shape: Shape, dtype: torch.dtype = BF16, gradients: bool = True, sink: bool = False) -> None:
+    """Runs the op at the real shape, because launch plans depend on sizes."""
+    case = make_case(shape, "corr", torch.device("cuda"), dtype=dtype, sink=sink)
+    cases.forward(case)
+    if gradients:
+        cases.both(case, case.leaves())
+    torch.cuda.synchronize()
+
+
+def compile_fla(without: tuple[str, ...], what: str) -> None:
+    """Runs flash-linear-attention without the kernels named in ``without``; its results are not used."""
+    module = peers.fla_module()
+    for kernel in without:
+        setattr(module, f"parallel_nsa_{kernel}", _Nothing())
+    peers.fla_selected(make_case(targets.C1, "corr", torch.device("cuda")), what)()
+    torch.cuda.synchronize()
+
+
+JOBS: running.Jobs = {
+    "c1": (compile_ours, (targets.C1,)),
+    "c2": (compile_ours, (targets.C2,)),
+    "2K": (compile_ours, (targets.SHORT[0],)),
+    "decode": (compile_ours, (targets.DECODE, BF16, False)),
+    "tokens": (compile_ours, (targets.TOKENS,)),
+    "fp16": (compile_ours, (targets.GRADIENTS[0], F16)),
+    "fp32": (compile_ours, (targets.GRADIENTS[0], F32)),
+    "sink": (compile_ours, (targets.GRADIENTS[0], BF16, True, True)),
+}
+FLA_JOBS: running.Jobs = {
+    "fla fwd": (compile_fla, ((), "fwd")),
+    "fla dq": (compile_fla, (("fwd_kernel", "bwd_kernel_dkv"), "fb")),
+    "fla dkv": (compile_fla, (("fwd_kernel", "bwd_kernel_dq"), "fb")),
+}
+
+# ---- tables
+
+
+def _shape(row: Row) -> list[Any]:
+    size = f"{row['B']} x {row['S']}" if row["B"] > 1 else row["S"]
+    return [row["case"], row["select"], size, row["S_kv"], f"{row['G']} x {row['h']}", report.WHAT[row["what"]]]
+
+
+def _ratio(row: Row, key: str) -> str:
+    return figure(row.get(key), ".2f")
+
+
+def _speed(r: Row) -> list[Any]:
+    separate = "; ".join(f"{name} {report.time(us)}" for name, us in r.get("measured_separately_us", {}).items())
+    note = report.note(r, separate and f"{report.SEPARATELY}: {separate}")
+    others = [_ratio(r, k) for k in ("times_dense", "times_fla", "times_gather")]
+    return [*_shape(r), report.title(r), *report.timed(r), *report.verdicts(r), *others, note]
+
+
+def _crossing(result: Result) -> Section:
+    rows = []
+    for r in result["crossing"]:
+        if report.is_ours(r):
+            same = (d for d in result["crossing"] if all(d[k] == r[k] for k in ("S", "h", "what")))
+            dense = next((d for d in same if d["variant"] == targets.DENSE), {})
+            times = [report.timed(r)[0], report.time(dense.get("median_us")), _ratio(r, "times_dense")]
+            rows.append([str(r["S"]), str(r["h"]), report.WHAT[r["what"]], *times])
+    rows.sort(key=lambda row: (row[2], int(row[1]), int(row[0])))
+    headings = ["tokens", "heads a group", "", report.OURS, targets.DENSE, "x dense"]
+    return "Where sparse passes dense: corr, 16 blocks of 64 a query", headings, rows
+
+
+def _errors(title: str) -> Table:
+    return Table(
+        title,
+        "case|selection|dtype|logits' std|queries|tensor|error|dense SDPA's|bar|",
+        lambda r: [r["case"], r["select"], r["dtype"], f"{r['logits_std']:g}", r["queries"], *report.errors(r)],
+        report.each_error,
+    )
+
+
+def _memory(r: Row) -> list[Any]:
+    figures = [f"{r['peak_mb']:.0f}", f"{r['tensors_mb']:.0f}", f"{r['ratio']:.3f}", f"{r['bar']:g}"]
+    return [r["case"], *figures, yes(r["met"])]
+
+
+def _layer(r: Row) -> list[Any]:
+    sizes = [r["tokens"], r["dim"], f"{r['heads']} in {r['groups']}"]
+    return [*sizes, r["variant"], r["what"], *report.timed(r), figure(r.get("peak_above_mb"), ".0f")]
+
+
+def _cpu(r: Row) -> list[Any]:
+    times = [*report.timed(r), _ratio(r, "times_masked"), report.note(r)]
+    return [*_shape(r), r["D"], r["dtype"], report.title(r), *times]
+
+
+def _cpu_dense(r: Row) -> list[Any]:
+    sizes = [r["case"], r["S"], f"{r['G']} x {r['h']}", r["D"], r["dtype"], report.WHAT[r["what"]], r["select"]]
+    return [*sizes, report.title(r), *report.timed(r), _ratio(r, "times_dense"), figure(r.get("o_error"), ".1e")]
+
+
+_THREADS = f"{targets.CPU_THREADS} threads"
+TABLES: report.Makers = {
+    "rows": Table(
+        "Speed: bf16, D = 128 (x dense: how many times faster than dense attention of the same run)",
+        "case|selection|S|S_kv|G x h||implementation|time|quartiles|bar|goal||x dense|x fla|x gather|note",
+        _speed,
+    ),
+    "crossing": _crossing,
+    "errors": _errors(
+        "Relative errors against fp64, and those of dense SDPA with a mask in the same dtype on the same selection"
+    ),
+    "determinism": report.TWO_RUNS,
+    "memory": Table(
+        "Peak memory of a training step, its inputs included",
+        "case|peak, MB|Q, K, V, O and gradients, MB|ratio|bar|",
+        _memory,
+    ),
+    "layers": Table(
+        "A whole layer, projections included, eager: D = 128, 16 blocks of 64, window 512",
+        "tokens|width|heads|layer||time|quartiles|peak above inputs and outputs, MB",
+        _layer,
+    ),
+    "cpu": Table(
+        f"On a CPU, {_THREADS}",
+        "case|selection|S|S_kv|G x h||D|dtype|implementation|time|quartiles|x masked|note",
+        _cpu,
+    ),
+    "cpu_dense": Table(
+        f"On a CPU next to dense attention, {_THREADS} (x dense: the median of the rounds' ratios)",
+        "case|tokens|G x h|D|dtype||selection|implementation|time|quartiles|x dense|error of o",
+        _cpu_dense,
+    ),
+    "cpu_errors": _errors(
+        "Relative errors against fp64 on a CPU, and those of dense SDPA with a mask in the same dtype"
+    ),
+}
+
+
+def table(result: Result) -> str:
+    """Returns the whole run as Markdown."""
+    lines = [*report.facts(result), report.timing_of(result)]
+    if "union" in result:
+        sizes = ", ".join(f"{n}: {count:g}" for n, count in result["union"].items())
+        lines.append(f"blocks that neighbouring queries select together at c1, corr, by their number: {sizes}")
+    return report.document("Selection attention", lines, report.sections_of(result, TABLES))
+
+
+# ---- the pictures
+
+
+def bars(rows: list[Row], case: str, what: str) -> Iterator[report.Bar]:
+    """Yields the bars of a case: ours by selection, then the others by time."""
+    of = [r for r in rows if (r["case"], r["what"]) == (case, what)]
+    selects = iter([r["select"] for r in of if report.is_ours(r) and "median_us" in r])
+    for b in report.bars(of, prefix=True):
+        yield dataclasses.replace(b, label=f"{b.name}, {next(selects)}") if b.name.startswith(report.OURS) else b
+
+
+def plot(result: Result, path: pathlib.Path) -> None:
+    """Plots times by case (logarithmic), forward and forward + backward; writes no file if nothing was timed."""
+    pyplot = report.pyplot()
+    rows = [*result["rows"], *result["cpu"]]
+    names = list(dict.fromkeys(r["case"] for r in rows if "median_us" in r))
+    if not names:
+        return
+    drawn = {w: {n: [*bars(rows, n, w)] for n in names} for w in report.WHAT}
+    lines = max(report.height(groups.values()) for groups in drawn.values())
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 2.0 + 0.2 * lines), squeeze=False)
+    every = [b.us for groups in drawn.values() for group in groups.values() for b in group]
+    report.draw_times(axes[0], drawn, (min(every) / 2, max(every) * 6), "µs", lambda b: f" {report.time(b.us)}")
+    name = f"Selection attention on {result['device']['name']} (shorter is faster)"
+    report.finish(figure, name + report.hatched(drawn) + report.noticed(result), path)
+
+
+def crossings(points: dict[str, list[tuple[int, float]]]) -> float | None:
+    """Returns the length from which the op stays faster, interpolated logarithmically; None if it never does."""
+    ours, dense = (dict(points[k]) for k in ("ops", targets.DENSE))
+    lengths = sorted(ours.keys() & dense.keys())
+    gain = [math.log(dense[n] / ours[n]) for n in lengths]
+    if not gain or gain[-1] <= 0:
+        return None
+    last = max((i for i, g in enumerate(gain) if g <= 0), default=None)
+    if last is None:
+        return float(lengths[0])
+    low, high = math.log(lengths[last]), math.log(lengths[last + 1])
+    return math.exp(low + (high - low) * -gain[last] / (gain[last + 1] - gain[last]))
+
+
+def plot_crossing(result: Result, path: pathlib.Path) -> None:
+    """Plots sparse and dense times by sequence length, for both group sizes; writes no file if nothing was timed."""
+    pyplot = report.pyplot()
+    rows = [r for r in result["crossing"] if "median_us" in r]
+    if not rows:
+        return
+    heads = sorted({r["h"] for r in rows})
+    ticks = {n: report.tokens(n) for n in sorted({r["S"] for r in rows})}
+    figure, axes = pyplot.subplots(len(heads), 2, figsize=(11, 1.2 + 3.4 * len(heads)), squeeze=False)
+    for line, h in zip(axes, heads, strict=True):
+        for axis, what in zip(line, report.WHAT, strict=True):
+            _draw_crossing(axis, [r for r in rows if (r["h"], r["what"]) == (h, what)])
+            groups = next(r["G"] for r in rows if r["h"] == h)
+            name = f"{report.WHAT[what]}, {groups} groups of {h} heads, ms"
+            report.draw_curves(axis, name, "tokens", ticks)
+    name = f"16 selected blocks of 64 against dense causal attention on {result['device']['name']}"
+    report.finish(figure, name + report.noticed(result), path)
+
+
+def _draw_crossing(axis: Any, rows: list[Row]) -> None:
+    points = {}
+    for variant, style in (("ops", "o-"), (targets.DENSE, "s--")):
+        points[variant] = of = sorted((r["S"], r["median_us"] / 1e3) for r in rows if r["variant"] == variant)
+        if of:
+            name = f"{report.OURS}, ops" if variant == "ops" else variant
+            label = f"{report.OURS}, corr" if variant == "ops" else variant
+            axis.plot(*zip(*of, strict=True), style, color=report.colour(name), label=label, markersize=4)
+    at = crossings(points)
+    if at is not None:
+        axis.axvline(at, color="#999999", linewidth=1, linestyle=":")
+        start = at == min(n for n, _ in points["ops"])
+        label = " sparse is faster throughout" if start else f" sparse is faster from {at:,.0f}"
+        axis.text(at, 0.04, label, transform=axis.get_xaxis_transform(), fontsize=8)
+
+
+write = report.writer(table, plot=plot, crossing=plot_crossing)

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of the selection-attention rows, and the formula in fp64 and as dense SDPA with a mask.
-
-The formula is written independently of the package's reference. It gives the values that outputs are checked against.
-"""
+"""Inputs of the selection-attention rows, and what they are checked against: the formula, dense SDPA with a mask."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,13 +12,15 @@ from torch import Tensor
 
 import mhc_inductor
 
+from . import attention
+from .accuracy import relative
+from .attention import CHUNK, Named, gradients, sample_of
 from .selection_targets import Shape
 
+__all__ = ["Case", "Named", "make_case", "relative", "sample_of"]
 RUN, REDRAWN, FIXED = 64, 0.25, 3
 NAMES = ("q", "k", "v")
 SELECTS = ("corr", "rand")
-_CHUNK = 1 << 26
-Named = dict[str, Tensor]
 
 
 @dataclasses.dataclass
@@ -41,6 +39,14 @@ class Case:
 
     def leaves(self) -> list[Tensor]:
         return [t.detach().requires_grad_() for t in (self.q, self.k, self.v)]
+
+    @property
+    def values(self) -> Tensor:
+        return self.v
+
+    def mask(self, b: int, at: Tensor) -> Tensor:
+        """Returns the keys that queries of a sequence see, bool ``[n, G, S_kv]``."""
+        return mask_of(self.ranges[b, at], self.shape.length)
 
 
 def positions(shape: Shape, device: torch.device) -> Tensor:
@@ -62,7 +68,7 @@ def blocks(shape: Shape, select: str, device: torch.device) -> Tensor:
     count, drawn = -(-shape.length // shape.block), shape.picks - FIXED
     drawn = min(drawn, count)
     made = torch.full((shape.batch, shape.queries, shape.groups, shape.picks), -1, dtype=torch.int32, device=device)
-    rows = max(RUN, _CHUNK // count // RUN * RUN)
+    rows = max(RUN, CHUNK // count // RUN * RUN)
     for b in range(shape.batch):
         for g in range(shape.groups):
             for at in range(0, shape.queries, rows):
@@ -144,6 +150,25 @@ def make_case(
     return Case(shape, select, q, k, v, ranges, normal(B, S, G, h, D), chosen, logits)
 
 
+def single_keys(shape: Shape) -> Tensor:
+    """Returns ascending ranges of single causal keys, int32 ``[B, S, G, tokens, 2]``; all keys where there are fewer."""
+    reach = positions(shape, torch.device("cpu"))[:, None] + 1
+    i = torch.arange(shape.tokens)
+    low, high = i * reach // shape.tokens, (i + 1) * reach // shape.tokens
+    low, width = low[None, :, None], (high - low).clamp(min=1)[None, :, None]
+    draw = torch.rand((shape.batch, shape.queries, shape.groups, shape.tokens))
+    at = (low + torch.minimum((draw * width).long(), width - 1)).int()
+    return torch.stack((at, at + 1), -1)
+
+
+def cpu_cases(shape: Shape, dtype: torch.dtype) -> list[Case]:
+    """Returns cases of the same q, k and v: blocks of neighbours that share most of theirs, and single keys."""
+    of_blocks = make_case(dataclasses.replace(shape, tokens=0), "corr", torch.device("cpu"), dtype=dtype)
+    of_blocks.select = f"{shape.picks} blocks of {shape.block}"
+    ranges, select = single_keys(shape), f"{shape.tokens} keys"
+    return [of_blocks, dataclasses.replace(of_blocks, shape=shape, select=select, ranges=ranges, blocks=None)]
+
+
 # ---- calls
 
 
@@ -160,9 +185,7 @@ def forward(case: Case) -> Named:
 
 def both(case: Case, leaves: list[Tensor]) -> Named:
     """Returns o and the gradients of q, k and v."""
-    o = op(case, *leaves)
-    grads = torch.autograd.grad(o, leaves, case.dout)
-    return {"o": o.detach(), **{f"d{name}": g for name, g in zip(NAMES, grads, strict=True)}}
+    return gradients(op(case, *leaves), dict(zip(NAMES, leaves, strict=True)), case.dout)
 
 
 # ---- the formula
@@ -183,76 +206,39 @@ def sample(shape: Shape, count: int, device: torch.device) -> Tensor:
     return sample_of(shape.queries, count, device)
 
 
-def sample_of(queries: int, count: int, device: torch.device) -> Tensor:
-    """Returns positions ``[n]`` of ``queries``: the first, the last and random ones between."""
-    if queries <= count:
-        return torch.arange(queries, device=device)
-    middle = torch.randperm(queries - 2, device=device)[: count - 2] + 1
-    ends = torch.tensor([0, queries - 1], device=device)
-    return torch.cat((ends, middle)).sort().values
-
-
-def _sequences(case: Case, at: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yields q ``[n, G, h, D]``, k and v ``[G, S_kv, D]``, mask ``[n, G, S_kv]`` per sequence and chunk of queries."""
-    few = max(1, _CHUNK // (case.shape.length * case.shape.groups * case.shape.heads))
-    for b in range(case.shape.batch):
-        for some in at.split(few):
-            yield case.q[b, some], case.k[b], case.v[b], mask_of(case.ranges[b, some], case.shape.length)
-
-
 def exact(case: Case, at: Tensor) -> Named:
     """Returns o ``[B * n, G, h, D]`` and lse in fp64 for the queries ``at``."""
-    outs, sums = [], []
-    for q, k, v, mask in _sequences(case, at):
-        s = torch.einsum("nghd,gkd->nghk", q.double(), k.double()) * case.shape.dim**-0.5
-        s = s.masked_fill(~mask[:, :, None], float("-inf"))
-        lse = s.logsumexp(-1)
-        total = lse if case.sink is None else torch.logaddexp(lse, case.sink.double())
-        p = (s - total.nan_to_num(neginf=0.0)[..., None]).exp()
-        outs.append(torch.einsum("nghk,gkd->nghd", p, v.double()))
-        sums.append(lse)
-    return {"o": torch.cat(outs), "lse": torch.cat(sums)}
+    return attention.exact(case, at, case.mask)
+
+
+def picked(case: Case, got: Named, at: Tensor) -> Named:
+    """Returns the rows of o and lse of the queries ``at``, in the layout of :func:`exact`."""
+    return attention.picked({name: t for name, t in got.items() if name != "dq"}, at)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Returns SDPA of q ``[n, G, h, D]`` over k and v ``[G, S_kv, D]``, under a mask ``[n, G, S_kv]``."""
+    h = q.shape[2]
+    keys, values, seen = (t.repeat_interleave(h, 0)[None] for t in (k, v, mask.movedim(0, 1)))
+    o = F.scaled_dot_product_attention(q.flatten(1, 2).movedim(0, 1)[None], keys, values, attn_mask=seen)
+    return o[0].movedim(0, 1).unflatten(1, (-1, h))
 
 
 def dense_masked(case: Case, at: Tensor) -> Named:
     """Returns o by ``scaled_dot_product_attention`` in the case's dtype, with a boolean mask and without a sink."""
-    outs = []
-    h = case.shape.heads
-    for q, k, v, mask in _sequences(case, at):
-        k, v, mask = k.repeat_interleave(h, 0), v.repeat_interleave(h, 0), mask.movedim(0, 1).repeat_interleave(h, 0)
-        o = F.scaled_dot_product_attention(q.flatten(1, 2).movedim(0, 1)[None], k[None], v[None], attn_mask=mask[None])
-        outs.append(o[0].movedim(0, 1).unflatten(1, (-1, h)))
-    return {"o": torch.cat(outs)}
-
-
-def picked(case: Case, got: Named, at: Tensor) -> Named:
-    """Returns the rows of o and lse of the queries ``at``, in the layout of ``exact``."""
-    return {name: t[:, at].flatten(0, 1) for name, t in got.items() if name in ("o", "lse")}
+    few = max(1, attention.CHUNK // (case.shape.length * case.shape.groups * case.shape.heads))
+    parts = [(b, some) for b in range(case.shape.batch) for some in at.split(few)]
+    return {"o": torch.cat([_masked(case.q[b, i], case.k[b], case.v[b], case.mask(b, i)) for b, i in parts])}
 
 
 def masked_gradients(case: Case, dtype: torch.dtype) -> Named:
     """Returns o and all gradients, for B = 1: the formula in fp64, or dense SDPA in a narrower ``dtype``."""
-    h, mask = case.shape.heads, mask_of(case.ranges[0], case.shape.length).movedim(0, 1)
-    leaves = [t.to(dtype).detach().requires_grad_() for t in (case.q, case.k, case.v)]
-    q, k, v = leaves
-    if dtype is torch.float64:
-        s = torch.einsum("ngxd,gkd->gxnk", q[0], k[0]) * case.shape.dim**-0.5
-        s = s.masked_fill(~mask[:, None], float("-inf"))
-        if case.sink is not None:
-            column = case.sink.to(dtype)[:, :, None, None].expand(-1, -1, s.shape[2], 1)
-            s = torch.cat((s, column), -1)
-        p = s.softmax(-1)[..., : case.shape.length]
-        o = torch.einsum("gxnk,gkd->ngxd", p, v[0])[None]
-    else:
-        keys, values = (t[0].repeat_interleave(h, 0)[None] for t in (k, v))
-        rows = q[0].flatten(1, 2).movedim(0, 1)[None]
-        o = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask.repeat_interleave(h, 0)[None])
-        o = o[0].movedim(0, 1).unflatten(1, (-1, h))[None]
-    grads = torch.autograd.grad(o, leaves, case.dout.to(dtype))
-    return {"o": o.detach(), **{f"d{name}": g for name, g in zip(NAMES, grads, strict=True)}}
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    """Returns ||a - b|| / ||b|| in fp64; NaN if ``a`` holds a NaN, so that no bar is met."""
-    b = b.double()
-    return float((a.double() - b).norm() / b.norm())
+    mask = mask_of(case.ranges, case.shape.length)
+    leaves = {n: t.to(dtype).detach().requires_grad_() for n, t in zip(NAMES, (case.q, case.k, case.v), strict=True)}
+    q, k, v = leaves.values()
+    o = (
+        attention.plain(q, k, v, mask, case.sink)
+        if dtype is torch.float64
+        else _masked(q[0], k[0], v[0], mask[0])[None]
+    )
+    return gradients(o, leaves, case.dout.to(dtype))

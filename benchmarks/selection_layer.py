@@ -17,8 +17,6 @@ from torch import Tensor, nn
 import mhc_inductor
 from mhc_inductor.nn import NativeSparseAttention
 
-from . import running, timing
-
 SPARSE, DENSE = "NativeSparseAttention", "dense causal SDPA, the same projections"
 
 
@@ -118,25 +116,3 @@ def parts(layer: NativeSparseAttention, size: Layer, kwargs: dict[str, Any]) -> 
         "window": lambda: mhc_inductor.selection_attention(q, k, k, near),
     }
     return {what: torch.no_grad()(call) for what, call in found.items()}
-
-
-def measure(run: Any) -> None:
-    """Appends the rows of every layer to ``run.result["layers"]``: times and, for whole layers, the peak memory."""
-    for size in LAYERS:
-        size = size.small() if run.s.small else size
-        made = calls(size, run.device)
-        for (what, variant), call in made.items():
-            run.report(f"layer of {size.tokens} tokens: {what} {variant}")
-            row: dict[str, Any] = {**dataclasses.asdict(size), "what": what, "variant": variant}
-            try:
-                ready = timing.Runnable(call, run.device)
-                row |= timing.interleaved({"": ready}, run.device, run.flush, run.layer_rounds, 2)[""].as_json()
-                ready.close()
-                if run.gpu and not what.startswith("of"):
-                    row |= {"peak_above_mb": running.peak_memory(call, run.device, float("inf"))["peak_above_mb"]}
-            except Exception as e:
-                row["error"] = running.message(e)
-            run.result["layers"].append(row)
-            running.free(run.device)
-        del made, call
-        running.free(run.device)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,35 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .selection_cases import NAMES, Case, Named, mask_of
-
-Call = Callable[[], Named]
-
-
-def _named(o: Tensor, leaves: list[Tensor], dout: Tensor) -> Named:
-    grads = torch.autograd.grad(o, leaves, dout)
-    return {"o": o.detach(), **{f"d{name}": g for name, g in zip(NAMES, grads, strict=True)}}
+from . import attention
+from .attention import Call
+from .selection_cases import NAMES, Case, mask_of
 
 
-def _call(fn: Callable[..., Tensor], what: str, inputs: list[Tensor], dout: Tensor | None) -> Call:
-    if what == "fwd":
+def _call(attend: Callable[..., Tensor], what: str, inputs: Iterable[Tensor], dout: Tensor) -> Call:
+    return attention.call(lambda a: attend(*a.values()), what, dict(zip(NAMES, inputs, strict=True)), dout)
 
-        def forward() -> Named:
-            with torch.no_grad():
-                return {"o": fn(*inputs)}
 
-        return forward
-    assert dout is not None
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    return lambda: _named(fn(*leaves), leaves, dout)
+def _heads(t: Tensor) -> Tensor:
+    """Returns queries in the layout ``[B, H, S, D]``."""
+    return t.flatten(2, 3).transpose(1, 2).contiguous()
 
 
 def dense(case: Case, what: str) -> tuple[Call, str]:
     """Returns causal SDPA over all keys (layout ``[B, H, S, D]``, cuDNN on a GPU), and how K and V are shared."""
-
-    def heads(t: Tensor) -> Tensor:
-        return t.flatten(2, 3).transpose(1, 2).contiguous()
-
     gpu = case.q.device.type == "cuda"
     causal = not case.shape.decodes
 
@@ -50,7 +37,7 @@ def dense(case: Case, what: str) -> tuple[Call, str]:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if gpu else contextlib.nullcontext():
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
 
-    q, dout, k, v = heads(case.q), heads(case.dout), case.k, case.v
+    q, k, v = _heads(case.q), case.k, case.v
     how = "grouped"
     try:
         few = min(128, q.shape[2])
@@ -60,7 +47,7 @@ def dense(case: Case, what: str) -> tuple[Call, str]:
         # If cuDNN rejects grouped heads, repeat K and V before timing.
         how = "K and V repeated beforehand"
         k, v = (t.repeat_interleave(case.shape.heads, 1) for t in (k, v))
-    return _call(attend, what, [q, k, v], dout if what == "fb" else None), how
+    return _call(attend, what, (q, k, v), _heads(case.dout)), how
 
 
 # ---- flash-linear-attention
@@ -97,9 +84,8 @@ def fla_selected(case: Case, what: str) -> Call:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return module.ParallelNSAFunction.apply(q, k, v, chosen, picks, block, scale, None)
 
-    q, dout = case.q.flatten(2, 3), case.dout.flatten(2, 3)
     k, v = (t.transpose(1, 2).contiguous() for t in (case.k, case.v))
-    return _call(attend, what, [q, k, v], dout if what == "fb" else None)
+    return _call(attend, what, (case.q.flatten(2, 3), k, v), case.dout.flatten(2, 3))
 
 
 # ---- any selection
@@ -117,16 +103,28 @@ def gather(case: Case, what: str) -> Call:
         keys, values = (t.flatten(0, 2).index_select(0, rows).view(picked) for t in (k, v))
         return F.scaled_dot_product_attention(q.flatten(0, 1), keys, values).view(B, S, G, h, D)
 
-    return _call(attend, what, [case.q, case.k, case.v], case.dout if what == "fb" else None)
+    return _call(attend, what, (case.q, case.k, case.v), case.dout)
 
 
 def masked(case: Case, what: str) -> Call:
     """Returns SDPA over all keys with the selection as a boolean mask, which is made before timing."""
     h = case.shape.heads
     mask = mask_of(case.ranges, case.shape.length).transpose(1, 2).repeat_interleave(h, 1)
-    q, dout = (t.flatten(2, 3).transpose(1, 2).contiguous() for t in (case.q, case.dout))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
-    return _call(attend, what, [q, case.k, case.v], dout if what == "fb" else None)
+    return _call(attend, what, (_heads(case.q), case.k, case.v), _heads(case.dout))
+
+
+# ---- a CPU
+
+
+def causal(case: Case, what: str) -> Call:
+    """Returns causal SDPA over all keys, with as many heads of keys as of queries, repeated beforehand."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    k, v = (t.repeat_interleave(case.shape.heads, 1) for t in (case.k, case.v))
+    return _call(attend, what, (_heads(case.q), k, v), _heads(case.dout))

@@ -12,6 +12,8 @@ import dataclasses
 
 import torch
 
+from .running import Target
+
 DENSE, FLA, GATHER = "dense causal SDPA (cuDNN)", "flash-linear-attention", "gather + SDPA"
 MASKED = "dense SDPA with a mask"
 XUNHAO, FSA, FLEX = "XunhaoLai's Triton", "Flash-Sparse-Attention", "flex_attention"
@@ -47,9 +49,9 @@ class Shape:
         """Returns a shape of the same kind with a few hundred times less work, for trial runs."""
         keys = max(64, min(256, self.length // 256))
         queries = min(self.queries, 3) if self.decodes else keys
-        return Shape(
-            self.name,
-            queries,
+        return dataclasses.replace(
+            self,
+            queries=queries,
             groups=2,
             heads=min(2, self.heads),
             keys=keys if self.decodes else 0,
@@ -59,15 +61,6 @@ class Shape:
             picks=5,
             tokens=min(12, self.tokens),
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """Targets of a row in microseconds. ``goal``: None if there is only a bar; ``peers``: times of others."""
-
-    bar: float
-    goal: float | None
-    peers: dict[str, float]
 
 
 C1 = Shape("c1", 16384, 4, 16)
@@ -96,8 +89,6 @@ TARGETS: dict[tuple[str, str], Target] = {
 }
 """``fwd``: the op without gradients; ``fb``: the op and the gradients of its output for q, k and v."""
 
-ERROR_FACTOR = 2.0
-"""Bar of the error, as a multiple of dense SDPA's in the same dtype on the same selection, both against fp64."""
 MEMORY_FACTOR = 1.2
 """Bar of a training step's peak at c1, as a multiple of the bytes of Q, K, V, O and their gradients."""
 
@@ -128,6 +119,8 @@ CPU_DENSE_SHAPES = (
     (_cpu("D = 64", 8192, 1, 4), torch.bfloat16),
 )
 """Shapes at which the op is compared with dense attention on a CPU, and their dtypes."""
+CPU_DENSE = "dense causal SDPA"
+CPU_LONGEST_WITH_GRADIENTS = 16384
 CPU_GRADIENTS = _cpu("gradients", 2048, 1, 4)
 
 

@@ -23,10 +23,7 @@ from benchmarks import (
     lists,
     lists_cases,
     lists_fill,
-    lists_others,
     lists_peers,
-    lists_report,
-    lists_warm,
     pages,
     report,
     running,
@@ -243,38 +240,38 @@ def test_tilelangs_example_gets_what_it_expects(
     shape: Shape, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "example.py").write_text(EXAMPLE)
-    monkeypatch.setenv(lists_others.EXAMPLE, str(tmp_path / "example.py"))
-    lists_others._example.cache_clear()
+    monkeypatch.setenv(lists_peers.EXAMPLE, str(tmp_path / "example.py"))
+    lists_peers._example.cache_clear()
     torch.manual_seed(0)
     case = lists_cases.make_case(shape, CPU, dtype=torch.float32)
     got = lists_peers.make(targets.TILELANG, case, "fwd")[0]()
     assert lists_cases.relative(got["o"], lists_cases.forward(case)["o"]) < 1e-5
-    lists_others._example.cache_clear()
+    lists_peers._example.cache_clear()
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets.B.packages("fwd") == targets.DECODE.packages("fwd") == (targets.TILELANG,)
     assert targets.C.packages("fb") == (targets.ATTN_GYM,) and not targets.A.packages("fwd") + targets.B.packages("fb")
-    assert lists_others.missing(targets.ATTN_GYM) is None
-    monkeypatch.setattr(lists_others.importlib.util, "find_spec", lambda name: None)
-    assert lists_others.missing(targets.TILELANG) == "not installed: pip install tilelang"
+    assert lists_peers.missing(targets.ATTN_GYM) is None
+    monkeypatch.setattr(lists_peers.importlib.util, "find_spec", lambda name: None)
+    assert lists_peers.missing(targets.TILELANG) == "not installed: pip install tilelang"
     monkeypatch.undo()
-    monkeypatch.setattr(lists_others.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.delenv(lists_others.EXAMPLE, raising=False)
-    assert lists_others.EXAMPLE in str(lists_others.missing(targets.TILELANG))
+    monkeypatch.setattr(lists_peers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.delenv(lists_peers.EXAMPLE, raising=False)
+    assert lists_peers.EXAMPLE in str(lists_peers.missing(targets.TILELANG))
 
 
 def test_a_first_call_that_does_not_end_costs_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     case = lists_cases.make_case(POOLED, CPU)
-    monkeypatch.setattr(lists_others, "_failed", {})
-    monkeypatch.setattr(lists_others, "FIRST_CALL_S", 0.01)
+    monkeypatch.setattr(lists_peers, "_failed", {})
+    monkeypatch.setattr(lists_peers, "FIRST_CALL_S", 0.01)
     with pytest.raises(RuntimeError, match="did not finish its first call in 0 s"):
-        lists_others.first_call(targets.ATTN_GYM, case, "fwd")
-    monkeypatch.setattr(lists_others, "FIRST_CALL_S", 60)
+        lists_peers.first_call(targets.ATTN_GYM, case, "fwd")
+    monkeypatch.setattr(lists_peers, "FIRST_CALL_S", 60)
     with pytest.raises(RuntimeError, match="did not finish"):  # and is not waited for again
-        lists_others.first_call(targets.ATTN_GYM, case, "fb")
+        lists_peers.first_call(targets.ATTN_GYM, case, "fb")
     with pytest.raises(RuntimeError, match="its first call failed: "):
-        lists_others.first_call("no package", case, "fwd")
+        lists_peers.first_call("no package", case, "fwd")
 
 
 def test_torch_compile_takes_the_formula() -> None:
@@ -588,18 +585,12 @@ def test_a_peers_wrong_output_is_named(on_h200: dict[str, Any]) -> None:
     assert "**wrong o, dq**" in lists.table(on_h200)
 
 
-def test_what_is_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(lists_warm, "side_by_side", lambda jobs: seen.update(jobs))
-    lists_warm.warm(("A", "decode"), lists.PARTS)
-    assert {"A", "decode", "ranges, A", "crossing, D = 512", "A, torch.float16"} <= seen.keys()
-    assert not {"B", "D, torch.float16"} & seen.keys()
-    seen.clear()
-    lists_warm.warm(("A",), ("speed",))
-    assert seen.keys() == {"A"}
-    seen.clear()
-    lists_warm.warm(("A",), ("peers",))
-    assert seen.keys() == {"A", "ranges, A"}
+def test_what_is_compiled_side_by_side() -> None:
+    every = lists.jobs(("A", "decode"), lists.PARTS)
+    assert {"A", "decode", "ranges, A", "crossing, D = 512", "A, torch.float16"} <= every.keys()
+    assert not {"B", "D, torch.float16"} & every.keys()
+    assert lists.jobs(("A",), ("speed",)).keys() == {"A"}
+    assert lists.jobs(("A",), ("peers",)).keys() == {"A", "ranges, A"}
 
 
 # ---- tables and plots
@@ -630,10 +621,10 @@ def test_table_of_an_h200_run_marks_every_bar(on_h200: dict[str, Any]) -> None:
 def test_where_lists_pass_dense_attention(on_h200: dict[str, Any]) -> None:
     points = [(128, 1.0), (256, 2.0), (512, 4.0)]
     for dense, want in ((0.5, None), (1.0, None), (3.0, 384), (5.0, 512)):
-        at = lists_report.break_even(points, dense)
+        at = lists.break_even(points, dense)
         assert at is None if want is None else at == pytest.approx(want, rel=0.06)
-    assert lists_report.break_even([], 1.0) is None
-    _title, headings, rows = lists_report.crossing_section(on_h200)
+    assert lists.break_even([], 1.0) is None
+    _title, headings, rows = lists.crossing_section(on_h200)
     line = next(r for r in rows if r[0] == "D = 512" and r[1:3] == ["forward", "8192"])
     assert dict(zip(headings, line, strict=True))["lists are faster up to n"] == "2,049"
 
@@ -642,9 +633,9 @@ def test_pictures(result: dict[str, Any], on_h200: dict[str, Any], tmp_path: pat
     pytest.importorskip("matplotlib")
     for name, made in {"cpu": result, "h200": on_h200}.items():
         path = tmp_path / f"{name}.png"
-        lists_report.plot(made, path)
+        lists.plot(made, path)
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
-    lists_report.plot({**result, "crossing": []}, tmp_path / "none.png")
+    lists.plot({**result, "crossing": []}, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 

@@ -20,13 +20,12 @@ from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
 from benchmarks import (
+    report,
     running,
     selection,
     selection_cases,
-    selection_cpu,
     selection_layer,
     selection_peers,
-    selection_report,
     timing,
 )
 from benchmarks import selection_targets as targets
@@ -143,7 +142,7 @@ def test_tokens_are_distinct_and_causal() -> None:
 
 def test_single_keys_ascend_and_are_all_keys_where_there_are_fewer() -> None:
     shape = Shape("single", 40, 2, 2, dim=8, tokens=9)
-    ranges = selection_cpu.single_keys(shape)
+    ranges = selection_cases.single_keys(shape)
     mask, causal = selection_cases.mask_of(ranges, 40)[0], torch.ones(40, 40).tril().bool()[:, None]
     count, reach = mask.sum(-1), torch.arange(1, 41).clamp(max=9)
     assert (ranges[..., 0].diff(dim=-1) >= 0).all() and not (mask & ~causal).any()
@@ -232,7 +231,7 @@ def test_fla_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_has_every_part(result: dict[str, Any]) -> None:
-    assert result["complete"] and result["operator"] == "selection" and result["notice"] == selection.CPU_NOTICE
+    assert result["complete"] and result["operator"] == "selection" and result["notice"] == running.CPU_NOTICE
     assert set(result["skipped"]) <= {"memory", targets.FLA}
     cases = {(r["case"], r["select"], r["what"], r["variant"]) for r in result["rows"]}
     for name in ("c1", "c2", "c3"):
@@ -250,7 +249,7 @@ def test_a_run_has_every_part(result: dict[str, Any]) -> None:
     assert {r["variant"] for r in result["crossing"]} == {"ops", targets.DENSE} and len(result["crossing"]) == 16
     assert {r["variant"] for r in result["cpu"]} == {"ops", targets.MASKED}
     beside = result["cpu_dense"]
-    assert {r["variant"] for r in beside} == {"ops", selection_cpu.DENSE}
+    assert {r["variant"] for r in beside} == {"ops", targets.CPU_DENSE}
     assert {(r["what"], r["dtype"]) for r in beside} == {(w, d) for w in ("fwd", "fb") for d in ("float32", "bfloat16")}
     assert all(("times_dense" in r) is (r["variant"] == "ops") and r["rounds"] == 4 for r in beside)
     assert all(r["o_error"] < 5e-3 for r in beside if r["variant"] == "ops" and r["what"] == "fwd")
@@ -291,7 +290,7 @@ def test_tables_are_whole(result: dict[str, Any], on_h200: dict[str, Any]) -> No
         for block in selection.table(made).split("\n\n"):
             if block.startswith("|"):
                 assert len({line.count("|") for line in block.splitlines()}) == 1
-    assert selection.CPU_NOTICE in selection.table(result) and "skipped: memory: " in selection.table(result)
+    assert running.CPU_NOTICE in selection.table(result) and "skipped: memory: " in selection.table(result)
 
 
 def test_table_of_an_h200_run_marks_every_bar(on_h200: dict[str, Any]) -> None:
@@ -300,23 +299,23 @@ def test_table_of_an_h200_run_marks_every_bar(on_h200: dict[str, Any]) -> None:
     assert line[7] == "3.71 ms" and line[9:13] == ["3.9 ms", "2.6 ms", "met", "2.04"]
     line = next(x for x in lines if x[:2] == ["decode", "rand"])
     assert line[7] == "24.7 µs" and line[9:12] == ["35.1 µs", "", "met"]
-    assert selection_report.verdict({"met_bar": True, "met_goal": True}) == "goal met"
-    assert selection_report.verdict({"met_bar": False, "met_goal": False}) == "**not met**"
-    assert selection_report.verdict({}) == ""
+    assert report.verdict({"met_bar": True, "met_goal": True}) == "goal met"
+    assert report.verdict({"met_bar": False, "met_goal": False}) == "**not met**"
+    assert report.verdict({}) == ""
 
 
 def test_where_sparse_passes_dense(on_h200: dict[str, Any]) -> None:
     ours = [(n, float(n)) for n in (2048, 4096, 8192)]
     for scale, want in ((5000, 5000), (1000, 2048), (10**6, None)):
         points = {"ops": ours, targets.DENSE: [(n, n * n / scale) for n, _ in ours]}
-        at = selection_report.crossings(points)
+        at = selection.crossings(points)
         assert at is None if want is None else at == pytest.approx(want)
 
 
 def test_pictures(result: dict[str, Any], on_h200: dict[str, Any], tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     for name, made in {"cpu": result, "h200": on_h200}.items():
-        for draw in (selection_report.plot, selection_report.plot_crossing):
+        for draw in (selection.plot, selection.plot_crossing):
             path = tmp_path / f"{name}-{draw.__name__}.png"
             draw(made, path)
             assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
@@ -352,7 +351,7 @@ def test_layers_are_timed_whole_and_in_parts(result: dict[str, Any]) -> None:
     assert whole[:4] == [(k, w) for k in kinds for w in ("forward", "forward + backward")]
     parts = {r["what"].removeprefix("of its forward: ") for r in rows} - {"forward", "forward + backward"}
     assert parts == {"compressing keys", "compressed branch", "choosing blocks", "selected branch", "window"}
-    assert "choosing blocks" in selection_report.table(result)
+    assert "choosing blocks" in selection.table(result)
 
 
 def test_the_dense_layer_is_causal_attention_on_groups() -> None:
