@@ -17,299 +17,79 @@ from typing import Annotated, Any
 try:
     import typer
     from rich.console import Console
-    from rich.table import Table
 except ImportError as e:
     sys.exit(f"the benchmarks need typer, rich and matplotlib: {e}")
 
-from mhc_inductor.progress import bars
-
-from . import mhc_report as report
 from .pages import RESULTS
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 console = Console(width=None if sys.stdout.isatty() else 140)
-SPARSE_KEPT = pathlib.Path(tempfile.gettempdir(), "mhc_inductor_sparse_models")
-KEPT = pathlib.Path(tempfile.gettempdir(), "mhc_inductor_deepseek_v4")
-WAYS_KEPT = pathlib.Path(tempfile.gettempdir(), "mhc_inductor_ways")
+_TEMPORARY = pathlib.Path(tempfile.gettempdir())
+SPARSE_KEPT = _TEMPORARY / "mhc_inductor_sparse_models"
+KEPT = _TEMPORARY / "mhc_inductor_deepseek_v4"
+WAYS_KEPT = _TEMPORARY / "mhc_inductor_ways"
+
+# ---- options
+
+Device = Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")]
+DeviceTiny = Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu (tiny shapes).")]
+DeviceKind = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds; every variant once a round.")]
+RoundsAtMost = Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")]
+Warm = Annotated[bool, typer.Option(help="Compile everything first, in processes side by side.")]
+Toy = Annotated[bool, typer.Option("--toy", help="Tiny models, for trying it out; the only ones on a CPU.")]
+OutAll = Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")]
+OutPictures = Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNGs.")]
+OutTable = Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the Markdown table.")]
+OutShort = Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the table.")]
+Kept = Annotated[
+    pathlib.Path, typer.Option(help="Where finished rows are kept, so that a run goes on where it stopped.")
+]
+Later = Annotated[pathlib.Path, typer.Argument(exists=True, dir_okay=False, help="JSON of the later run.")]
+Into = Annotated[pathlib.Path, typer.Option(help="JSON of the run to complete.")]
 
 
-def show(result: report.Result) -> None:
-    for line in report.facts(result):
-        console.print(line, highlight=False, markup=False)
-    for title, headings, rows in report.sections(result):
-        table = Table(title=title, title_justify="left", header_style="bold")
-        for heading in headings:
-            table.add_column(heading)
-        for row in rows:
-            style = "red" if any("not met" in cell or cell.startswith("failed") for cell in row) else None
-            table.add_row(*(cell.replace("**", "") for cell in row), style=style)
-        console.print(table)
-    for bad in report.wrong_outputs(result):
-        console.print(f"wrong output: {bad}", style="red", markup=False)
+# ---- what commands share
 
 
-@app.command()
-def mhc(
-    peers: Annotated[bool, typer.Option("--peers", help="Measure eager, torch.compile and liger-kernel too.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="D = 4096, npu and accuracy only; 20 rounds.")] = False,
-    rows: Annotated[str, typer.Option(help="Groups to run, by comma: 2560,4096,7168,npu,decode,memory,...")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; every variant once a round.")] = 40,
-    compiled: Annotated[bool, typer.Option(help="Measure compiled steps as well as direct op calls.")] = True,
-    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Another token count than the table's.")] = None,
-    dim: Annotated[int | None, typer.Option(min=16, help="Another D than the table's.")] = None,
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the files; mhc when left out, with -cpu or -partial.")] = "",
-) -> None:
-    """Measures the mHC operators: time, memory, errors against fp64, and bitwise determinism."""
+def _say(text: str) -> None:
+    console.print(text, highlight=False, markup=False)
+
+
+def _shown(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(w.strip() for w in text.split(",") if w.strip())
+
+
+def _words(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
+    chosen = _list(text) or known
+    if unknown := [w for w in chosen if w not in known]:
+        raise typer.BadParameter(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}")
+    return chosen
+
+
+def _device(name: str) -> str:
     import torch
 
-    from . import mhc as run
-    from . import running
-
-    chosen = tuple(r.strip() for r in rows.split(",") if r.strip()) or (run.QUICK_GROUPS if quick else run.GROUPS)
-    if unknown := [r for r in chosen if r not in run.GROUPS]:
-        raise typer.BadParameter(f"no such rows: {', '.join(unknown)}; there are {', '.join(run.GROUPS)}")
-    settings = run.Settings(
-        device=device,
-        groups=chosen,
-        rounds=20 if quick else rounds,
-        measure_peers=peers,
-        compiled=compiled,
-        seed=seed,
-        tokens=tokens,
-        dim=dim,
-    )
-    where = settings.resolve()
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    else:
-        # On a CPU one small shape stands for every width.
-        settings.groups = tuple(dict.fromkeys("4096" if g in ("2560", "7168") else g for g in chosen))
-        console.print(run.CPU_NOTICE, style="yellow")
-    out.mkdir(parents=True, exist_ok=True)
-    whole = chosen == run.GROUPS and tokens is None and dim is None
-    stem = name or "mhc" + ("" if where.type == "cuda" else "-cpu") + ("" if whole else "-partial")
-    path = out / f"{stem}.json"
-    with bars(console) as progress:
-        task = progress.add_task("starting", total=len(settings.groups) + 1)
-
-        def step(text: str) -> None:
-            progress.update(task, description=text)
-            if not console.is_terminal:
-                console.print(text, highlight=False, markup=False)
-
-        def saved(result: report.Result) -> None:
-            running.save(result, path)
-            progress.advance(task)
-
-        result = run.Run(settings, saved, step).run()
-    result = json.loads(path.read_text())
-    show(result)
-    written = write_reports(result, path)
-    console.print("wrote " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@app.command()
-def e79(
-    part: Annotated[
-        str, typer.Option(help="Some of speed,batch,further,decode,memory,accuracy,determinism,cpu,rollup.")
-    ] = "",
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Measure torch.compile of the loop too: a minute more.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")] = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; every variant once a round.")] = 40,
-    compiled: Annotated[bool, typer.Option(help="Measure compiled calls as well as eager ones.")] = True,
-    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which nothing further is compiled.")] = 90.0,
-    sizes: Annotated[str, typer.Option(help="Some n, by comma; the table's when left out.")] = "",
-    batch: Annotated[int | None, typer.Option(min=1, help="Another B than the table's.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Another T than the table's.")] = None,
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the files; e79 when left out, with -cpu or -partial.")] = "",
-) -> None:
-    """Measures the E79 scan: time per step, memory, errors against fp64, determinism. cpu and rollup need no GPU."""
+def _usual(run: Any, device: str) -> tuple[str, ...]:
+    """Returns the parts that are run where none are named."""
     import torch
 
-    from . import e79 as run
-    from . import e79_targets as targets
-
-    on_gpu = torch.cuda.is_available() and device != "cpu"
-    usual = run.GPU_PARTS if on_gpu else run.CPU_PARTS
-    settings = run.Settings(
-        device=device,
-        parts=_words(part, run.PARTS, "part") if part else usual,
-        rounds=rounds,
-        compiled=compiled,
-        peers=peers,
-        budget_s=budget,
-        seed=seed,
-        sizes=tuple(int(w) for w in sizes.split(",") if w.strip()) or targets.SIZES,
-        batch=batch,
-        steps=steps,
-    )
-    whole = (
-        settings.parts == _parts_of(run, settings)
-        and settings.sizes == targets.SIZES
-        and batch is None
-        and steps is None
-    )
-    _run(run, settings, out, name or "e79", whole, as_named=bool(name))
-
-
-@app.command()
-def selection(
-    part: Annotated[str, typer.Option(help="Some of speed,crossing,errors,memory,layers,cpu,cpu_dense.")] = "",
-    peers: Annotated[bool, typer.Option(help="Measure flash-linear-attention too, where it imports.")] = True,
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")] = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")] = 40,
-    warm: Annotated[bool, typer.Option(help="Compile everything first, in processes side by side.")] = True,
-    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which the crossing adds no length.")] = 140.0,
-    small: Annotated[bool, typer.Option("--small", hidden=True, help="Tiny shapes: to try the run out.")] = False,
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNGs.")] = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the files; selection when left out, with -cpu or -partial.")] = "",
-) -> None:
-    """Measures selection attention: time, memory, errors against fp64, determinism, and where it overtakes dense."""
-    import torch
-
-    from . import selection as run
-
-    usual = run.GPU_PARTS if torch.cuda.is_available() and device != "cpu" else run.CPU_PARTS
-    settings = run.Settings(
-        device=device,
-        parts=_words(part, run.PARTS, "part") if part else usual,
-        rounds=rounds,
-        peers=peers,
-        warm=warm,
-        budget_s=budget,
-        seed=seed,
-        small=small,
-    )
-    whole = settings.parts == _parts_of(run, settings) and not small
-    _run(run, settings, out, name or "selection", whole, as_named=bool(name))
-
-
-@app.command()
-def lists(
-    only: Annotated[
-        str, typer.Option(help="Some of A,B,C,D,decode and of speed,errors,memory,crossing,peers; all when left out.")
-    ] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Times of the op and errors only; 8 rounds.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu (tiny shapes).")] = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")] = 20,
-    warm: Annotated[bool, typer.Option(help="Compile everything first, in processes side by side.")] = True,
-    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no crossing and no peer is begun.")] = 480.0,
-    resume: Annotated[
-        pathlib.Path | None, typer.Option(exists=True, dir_okay=False, help="JSON of a run to go on from.")
-    ] = None,
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the files; lists when left out, with -cpu or -partial.")] = "",
-) -> None:
-    """Measures attention over lists of keys: time, errors against fp64, memory, and where it overtakes dense."""
-    from . import lists as run
-    from . import lists_targets as targets
-    from .running import OtherRun
-
-    words = _words(only, (*targets.SHAPES, *run.PARTS), "case or part") if only else ()
-    parts = tuple(p for p in run.PARTS if p in words) or (run.QUICK_PARTS if quick else run.PARTS)
-    shapes = tuple(n for n in targets.SHAPES if n in words) or tuple(targets.SHAPES)
-    settings = run.Settings(
-        device=device,
-        parts=parts,
-        shapes=shapes,
-        rounds=run.QUICK_ROUNDS if quick else rounds,
-        warm=warm,
-        budget_s=budget,
-        seed=seed,
-        earlier=None if resume is None else json.loads(resume.read_text()),
-    )
-    whole = parts == run.PARTS and shapes == tuple(targets.SHAPES)
-    try:
-        _run(run, settings, out, name or "lists", whole)
-    except OtherRun as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-@app.command("lists_fill")
-def lists_filled(
-    later: Annotated[pathlib.Path, typer.Argument(exists=True, dir_okay=False, help="JSON of the later run.")],
-    only: Annotated[str, typer.Option(help="Some of its parts: crossing,peers; all when left out.")] = "",
-    into: Annotated[pathlib.Path, typer.Option(help="JSON of the run to complete.")] = RESULTS / "lists.json",
-) -> None:
-    """Puts the parts that a later run of lists has into another's result, with its device and commit. Measures nothing."""
-    from . import lists as run
-    from . import lists_fill
-    from .running import OtherRun
-
-    try:
-        found = json.loads(later.read_text())
-        parts = _words(only, run.PARTS, "part") if only else found["settings"]["parts"]
-        result = lists_fill.fill(json.loads(into.read_text()), found, parts, run.LISTS_OF)
-    except OtherRun as error:
-        raise typer.BadParameter(str(error)) from error
-    run.write(result, into)
-    console.print(run.table(result), highlight=False, markup=False, soft_wrap=True)
-
-
-@app.command()
-def index(
-    only: Annotated[str, typer.Option(help="Some of speed,errors,memory; all when left out.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Times and errors without other implementations.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu (tiny shapes).")] = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")] = 20,
-    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no further peer is begun.")] = 50.0,
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the Markdown table.")] = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the files; index when left out, with -cpu or -partial.")] = "",
-) -> None:
-    """Measures index scores and the keys that they choose: time, memory, errors against fp64, equal bits."""
-    from . import index as run
-
-    parts = _words(only, run.PARTS, "part") if only else run.QUICK_PARTS if quick else run.PARTS
-    settings = run.Settings(device=device, parts=parts, peers=not quick, rounds=rounds, budget_s=budget, seed=seed)
-    _run(run, settings, out, name or "index", parts == run.PARTS and not quick)
-
-
-@app.command()
-def tritons(
-    older: Annotated[pathlib.Path, typer.Argument(help="Folder of runs with one Triton.")],
-    newer: Annotated[pathlib.Path, typer.Argument(help="Folder of the same runs with another.")],
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the Markdown table.")] = RESULTS,
-) -> None:
-    """Compares the times, registers and spills of two versions of Triton on one card."""
-    from . import running
-    from . import tritons as run
-
-    result = run.compare(older, newer)
-    running.save(result, out / f"{run.NAME}.json")
-    (out / f"{run.NAME}.md").write_text(run.table(result) + "\n")
-    console.print(run.table(result), highlight=False, markup=False, soft_wrap=True)
-
-
-@app.command()
-def rule(
-    only: Annotated[str, typer.Option(help="Some of sides,product,written; all when left out.")] = "",
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu (tiny shapes).")] = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")] = 12,
-    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the Markdown table.")] = RESULTS,
-) -> None:
-    """Measures what the rule between dense attention and lists of keys assumes: both sides, a product, a softmax."""
-    from . import rule as run
-
-    parts = _words(only, run.PARTS, "part") if only else run.PARTS
-    settings = run.Settings(device=device, parts=parts, rounds=rounds, seed=seed)
-    _run(run, settings, out, "rule", parts == run.PARTS)
-
-
-def _parts_of(run: Any, settings: Any) -> tuple[str, ...]:
-    """Returns all parts that a benchmark module has for the device of a run."""
-    parts: tuple[str, ...] = run.GPU_PARTS if settings.resolve().type == "cuda" else run.CPU_PARTS
+    parts: tuple[str, ...] = run.GPU_PARTS if torch.cuda.is_available() and device != "cpu" else run.CPU_PARTS
     return parts
+
+
+def _whole(run: Any, settings: Any) -> bool:
+    """Returns whether a run has all parts that there are for its device."""
+    parts = run.GPU_PARTS if settings.resolve().type == "cuda" else run.CPU_PARTS
+    return bool(settings.parts == parts)
 
 
 def _run(run: Any, settings: Any, out: pathlib.Path, stem: str, whole: bool, as_named: bool = False) -> None:
@@ -325,57 +105,223 @@ def _run(run: Any, settings: Any, out: pathlib.Path, stem: str, whole: bool, as_
     if where.type == "cuda":
         torch.cuda.set_device(where)
     else:
-        console.print(running.CPU_NOTICE, style="yellow")
+        console.print(run.Run.notice, style="yellow")
     if not as_named:
         stem += ("" if where.type == "cuda" else "-cpu") + ("" if whole else "-partial")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{stem}.json"
-    result = run.Run(
-        settings,
-        lambda found: running.save(found, path),
-        lambda text: console.print(text, highlight=False, markup=False, style="dim"),
-    ).run()
+    result = run.Run(settings, lambda found: running.save(found, path), _say).run()
     run.write(result, path)
-    console.print(run.table(json.loads(path.read_text())), highlight=False, markup=False, soft_wrap=True)
-    if result["skipped"].keys() & set(run.PARTS):
+    _shown(run.table(_read(path)))
+    if result["skipped"].keys() & set(getattr(run, "PARTS", ())):
         raise typer.Exit(1)
 
 
-def write_reports(result: report.Result, path: pathlib.Path) -> list[pathlib.Path]:
-    """Writes the Markdown table and the PNG next to a JSON file; returns the paths of the files that exist."""
-    written = [path, path.with_suffix(".md")]
-    written[1].write_text(report.table(result))
+def _read(path: pathlib.Path) -> Any:
+    return json.loads(path.read_text())
+
+
+# ---- operators
+
+
+@app.command()
+def mhc(
+    peers: Annotated[bool, typer.Option("--peers", help="Measure eager, torch.compile and liger-kernel too.")] = False,
+    device: Device = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="D = 4096, npu and accuracy only; 20 rounds.")] = False,
+    rows: Annotated[str, typer.Option(help="Groups to run, by comma: 2560,4096,7168,npu,decode,memory,...")] = "",
+    rounds: Rounds = 40,
+    compiled: Annotated[bool, typer.Option(help="Measure compiled steps as well as direct op calls.")] = True,
+    seed: Seed = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Another token count than the table's.")] = None,
+    dim: Annotated[int | None, typer.Option(min=16, help="Another D than the table's.")] = None,
+    out: OutAll = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the files; mhc when left out, with -cpu or -partial.")] = "",
+) -> None:
+    """Measures the mHC operators: time, memory, errors against fp64, and bitwise determinism."""
+    from . import mhc as run
+
+    chosen = _words(rows, run.GROUPS, "rows") if rows else run.QUICK_GROUPS if quick else run.GROUPS
+    settings = run.Settings(
+        device, chosen, 20 if quick else rounds, seed=seed, peers=peers, compiled=compiled, tokens=tokens, dim=dim
+    )
+    if settings.resolve().type != "cuda":
+        # On a CPU one small shape stands for every width.
+        settings.parts = tuple(dict.fromkeys("4096" if g in ("2560", "7168") else g for g in chosen))
+    whole = chosen == run.GROUPS and tokens is None and dim is None
+    _run(run, settings, out, name or "mhc", whole, as_named=bool(name))
+
+
+@app.command()
+def e79(
+    part: Annotated[
+        str, typer.Option(help="Some of speed,batch,further,decode,memory,accuracy,determinism,cpu,rollup.")
+    ] = "",
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure torch.compile of the loop too: a minute more.")
+    ] = False,
+    device: Device = "auto",
+    rounds: Rounds = 40,
+    compiled: Annotated[bool, typer.Option(help="Measure compiled calls as well as eager ones.")] = True,
+    seed: Seed = None,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which nothing further is compiled.")] = 90.0,
+    sizes: Annotated[str, typer.Option(help="Some n, by comma; the table's when left out.")] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Another B than the table's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Another T than the table's.")] = None,
+    out: OutAll = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the files; e79 when left out, with -cpu or -partial.")] = "",
+) -> None:
+    """Measures the E79 scan: time per step, memory, errors against fp64, determinism. cpu and rollup need no GPU."""
+    from . import e79 as run
+    from . import e79_targets as targets
+
+    parts = _words(part, run.PARTS, "part") if part else _usual(run, device)
+    settings = run.Settings(
+        device, parts, rounds, budget, seed, compiled=compiled, peers=peers, batch=batch, steps=steps
+    )
+    settings.sizes = tuple(int(w) for w in _list(sizes)) or targets.SIZES
+    whole = _whole(run, settings) and settings.sizes == targets.SIZES and batch is None and steps is None
+    _run(run, settings, out, name or "e79", whole, as_named=bool(name))
+
+
+@app.command()
+def selection(
+    part: Annotated[str, typer.Option(help="Some of speed,crossing,errors,memory,layers,cpu,cpu_dense.")] = "",
+    peers: Annotated[bool, typer.Option(help="Measure flash-linear-attention too, where it imports.")] = True,
+    device: Device = "auto",
+    rounds: RoundsAtMost = 40,
+    warm: Warm = True,
+    seed: Seed = None,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which the crossing adds no length.")] = 140.0,
+    small: Annotated[bool, typer.Option("--small", hidden=True, help="Tiny shapes: to try the run out.")] = False,
+    out: OutPictures = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the files; selection when left out, with -cpu or -partial.")] = "",
+) -> None:
+    """Measures selection attention: time, memory, errors against fp64, determinism, and where it overtakes dense."""
+    from . import selection as run
+
+    parts = _words(part, run.PARTS, "part") if part else _usual(run, device)
+    settings = run.Settings(device, parts, rounds, budget, seed, small, warm, peers)
+    _run(run, settings, out, name or "selection", _whole(run, settings) and not small, as_named=bool(name))
+
+
+@app.command()
+def lists(
+    only: Annotated[
+        str, typer.Option(help="Some of A,B,C,D,decode and of speed,errors,memory,crossing,peers; all when left out.")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Times of the op and errors only; 8 rounds.")] = False,
+    device: DeviceTiny = "auto",
+    rounds: RoundsAtMost = 20,
+    warm: Warm = True,
+    seed: Seed = None,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no crossing and no peer is begun.")] = 480.0,
+    resume: Annotated[
+        pathlib.Path | None, typer.Option(exists=True, dir_okay=False, help="JSON of a run to go on from.")
+    ] = None,
+    out: OutAll = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the files; lists when left out, with -cpu or -partial.")] = "",
+) -> None:
+    """Measures attention over lists of keys: time, errors against fp64, memory, and where it overtakes dense."""
+    from . import lists as run
+    from . import lists_targets as targets
+    from .running import OtherRun
+
+    every = tuple(targets.SHAPES)
+    words = _words(only, (*every, *run.PARTS), "case or part") if only else ()
+    parts = tuple(p for p in run.PARTS if p in words) or (run.QUICK_PARTS if quick else run.PARTS)
+    shapes = tuple(n for n in every if n in words) or every
+    settings = run.Settings(
+        device, parts, run.QUICK_ROUNDS if quick else rounds, budget, seed, warm=warm, shapes=shapes
+    )
+    settings.earlier = None if resume is None else _read(resume)
     try:
-        report.plot(result, path.with_suffix(".png"))
-    except ImportError as e:
-        console.print(f"no picture: {e}", style="yellow")
-    if path.with_suffix(".png").exists():
-        written.append(path.with_suffix(".png"))
-    return written
+        _run(run, settings, out, name or "lists", parts == run.PARTS and shapes == every)
+    except OtherRun as error:
+        raise typer.BadParameter(str(error)) from error
 
 
-def _words(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
-    chosen = tuple(w.strip() for w in text.split(",") if w.strip()) or known
-    if unknown := [w for w in chosen if w not in known]:
-        raise typer.BadParameter(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}")
-    return chosen
+@app.command("lists_fill")
+def lists_filled(
+    later: Later,
+    only: Annotated[str, typer.Option(help="Some of its parts: crossing,peers; all when left out.")] = "",
+    into: Into = RESULTS / "lists.json",
+) -> None:
+    """Puts the parts that a later run of lists has into another's result, with its device and commit. Measures nothing."""
+    from . import lists as run
+    from . import lists_fill
+
+    found = _read(later)
+    parts = _words(only, run.PARTS, "part") if only else found["settings"]["parts"]
+    try:
+        result = lists_fill.fill(_read(into), found, parts, run.LISTS_OF)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    run.write(result, into)
+    _shown(run.table(result))
 
 
-def _device(name: str) -> str:
-    import torch
+@app.command()
+def index(
+    only: Annotated[str, typer.Option(help="Some of speed,errors,memory; all when left out.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Times and errors without other implementations.")] = False,
+    device: DeviceTiny = "auto",
+    rounds: RoundsAtMost = 20,
+    seed: Seed = None,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no further peer is begun.")] = 50.0,
+    out: OutTable = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the files; index when left out, with -cpu or -partial.")] = "",
+) -> None:
+    """Measures index scores and the keys that they choose: time, memory, errors against fp64, equal bits."""
+    from . import index as run
 
-    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    parts = _words(only, run.PARTS, "part") if only else run.QUICK_PARTS if quick else run.PARTS
+    settings = run.Settings(device, parts, rounds, budget, seed, peers=not quick)
+    _run(run, settings, out, name or "index", parts == run.PARTS and not quick)
+
+
+@app.command()
+def tritons(
+    older: Annotated[pathlib.Path, typer.Argument(help="Folder of runs with one Triton.")],
+    newer: Annotated[pathlib.Path, typer.Argument(help="Folder of the same runs with another.")],
+    out: OutTable = RESULTS,
+) -> None:
+    """Compares the times, registers and spills of two versions of Triton on one card."""
+    from . import running
+    from . import tritons as run
+
+    result = run.compare(older, newer)
+    running.save(result, out / f"{run.NAME}.json")
+    (out / f"{run.NAME}.md").write_text(run.table(result) + "\n")
+    _shown(run.table(result))
+
+
+@app.command()
+def rule(
+    only: Annotated[str, typer.Option(help="Some of sides,product,written; all when left out.")] = "",
+    device: DeviceTiny = "auto",
+    rounds: RoundsAtMost = 12,
+    seed: Seed = None,
+    out: OutTable = RESULTS,
+) -> None:
+    """Measures what the rule between dense attention and lists of keys assumes: both sides, a product, a softmax."""
+    from . import rule as run
+
+    parts = _words(only, run.PARTS, "part") if only else run.PARTS
+    settings = run.Settings(device=device, parts=parts, rounds=rounds, seed=seed)
+    _run(run, settings, out, "rule", parts == run.PARTS)
+
+
+# ---- whole models, several GPUs, the pass
 
 
 @app.command("deepseek_v4")
 def deepseek(
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the table.")] = RESULTS,
-    keep: Annotated[
-        pathlib.Path, typer.Option(help="Where finished rows are kept, so that a run goes on where it stopped.")
-    ] = KEPT,
+    out: OutShort = RESULTS,
+    keep: Kept = KEPT,
     variant: Annotated[str, typer.Option(help="eager,torch.compile,trivial,mhc_inductor: some of them.")] = "",
     part: Annotated[str, typer.Option(help="forward,training,checkpointed: some of them.")] = "",
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    device: DeviceKind = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 30,
     jobs: Annotated[
         int, typer.Option(min=1, help="Jobs that compile at the same time; some always compile alone.")
@@ -404,7 +350,7 @@ def deepseek(
     result = deepseek_v4.gather(settings, rows)
     out.mkdir(parents=True, exist_ok=True)
     deepseek_v4.write(result, out / f"{stem}.json")
-    console.print(deepseek_v4.table(result), highlight=False, markup=False, soft_wrap=True)
+    _shown(deepseek_v4.table(result))
     if any("error" in row for row in result["rows"]):
         raise typer.Exit(1)
 
@@ -420,13 +366,11 @@ def sparse(
     ] = "",
     budget: Annotated[float, typer.Option(min=0, help="Seconds after which nothing begins; peers are last.")] = 1500.0,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one process may take.")] = 300.0,
-    toy: Annotated[bool, typer.Option("--toy", help="Tiny models, for trying it out; the only ones on a CPU.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    toy: Toy = False,
+    device: DeviceKind = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls at most.")] = 20,
-    keep: Annotated[
-        pathlib.Path, typer.Option(help="Where finished rows are kept, so that a run goes on where it stopped.")
-    ] = SPARSE_KEPT,
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
+    keep: Kept = SPARSE_KEPT,
+    out: OutAll = RESULTS,
 ) -> None:
     """Measures models with sparse attention end to end: time, memory, compile time, errors against fp32."""
     from . import processes
@@ -435,7 +379,7 @@ def sparse(
 
     where = _device(device)
     toy = toy or where == "cpu"
-    words = [w.strip() for w in only.split(",") if w.strip()]
+    words = _list(only)
     every = targets.TOY_CASES if toy else targets.CASES
     cases = tuple(c for c in every if all(w in c.name for w in words))
     if not cases:
@@ -456,7 +400,7 @@ def sparse(
     rows = run.run(settings, keep, step, lambda rows: run.write(run.gather(settings, rows), path))
     result = run.gather(settings, rows)
     run.write(result, path)
-    console.print(run.table(json.loads(path.read_text())), highlight=False, markup=False, soft_wrap=True)
+    _shown(run.table(_read(path)))
     if any("error" in row for row in result["rows"]):
         raise typer.Exit(1)
 
@@ -468,8 +412,8 @@ def ways(
     jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 12,
     budget: Annotated[float, typer.Option(min=0, help="Seconds after which no cell begins.")] = 420.0,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one cell may take.")] = 400.0,
-    toy: Annotated[bool, typer.Option("--toy", help="Tiny models, for trying it out; the only ones on a CPU.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    toy: Toy = False,
+    device: DeviceKind = "auto",
     keep: Annotated[pathlib.Path, typer.Option(help="Folder for caches of compiled code and logs.")] = WAYS_KEPT,
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, from which a run goes on.")] = RESULTS,
 ) -> None:
@@ -483,14 +427,14 @@ def ways(
         paths = processes.make_importable(transformers, keep / "wheels")
     except (FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
-    words = tuple(w.strip() for w in only.split(",") if w.strip())
+    words = _list(only)
     settings = run.Settings(where, toy, jobs, budget, limit, words, paths)
     if not any(map(settings.chosen, settings.plan())):
         raise typer.BadParameter(f"no cell has one of {words} in its name")
     path = out / f"ways{'-toy' if toy else ''}.json"
     out.mkdir(parents=True, exist_ok=True)
-    result = run.run(settings, path, keep, lambda line: console.print(line, highlight=False, markup=False))
-    console.print(run.table(json.loads(path.read_text())), highlight=False, markup=False, soft_wrap=True)
+    result = run.run(settings, path, keep, _say)
+    _shown(run.table(_read(path)))
     if not result["complete"]:
         raise typer.Exit(1)
 
@@ -514,51 +458,51 @@ def many(
     count = ranks or (torch.cuda.device_count() if where == "cuda" else 2)
     if count < 2 or (where == "cuda" and count > torch.cuda.device_count()):
         raise typer.BadParameter(f"--ranks {count}: it takes at least 2, and a GPU for each")
-    words = tuple(w.strip() for w in only.split(",") if w.strip())
+    words = _list(only)
     toy = toy or where == "cpu"
     settings = run.Settings(where, count, toy, _words(parts, run.PARTS, "part"), budget, words)
     stem = "multi_gpu" + ("-toy" if toy else "")
     stem += "" if set(settings.parts) == set(run.PARTS) and not words else "-partial"
     out.mkdir(parents=True, exist_ok=True)
-    result = run.run(settings, out / f"{stem}.json", lambda text: console.print(text, highlight=False, markup=False))
-    console.print(run.table(result), highlight=False, markup=False, soft_wrap=True)
+    result = run.run(settings, out / f"{stem}.json", _say)
+    _shown(run.table(result))
     if not result["complete"] or not all(job["passed"] for job in result["jobs"]):
         raise typer.Exit(1)
 
 
 @app.command("sparse_fill")
 def sparse_fill(
-    later: Annotated[pathlib.Path, typer.Argument(exists=True, dir_okay=False, help="JSON of the later run.")],
-    into: Annotated[pathlib.Path, typer.Option(help="JSON of the run to complete.")] = RESULTS / "sparse_models.json",
+    later: Later,
+    into: Into = RESULTS / "sparse_models.json",
 ) -> None:
     """Completes a run of sparse_models with the peers' rows that it had no time for. Measures nothing."""
     from . import sparse_models
 
     try:
-        result = sparse_models.fill(json.loads(into.read_text()), json.loads(later.read_text()))
+        result = sparse_models.fill(_read(into), _read(later))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     sparse_models.write(result, into)
-    console.print(sparse_models.table(result), highlight=False, markup=False, soft_wrap=True)
+    _shown(sparse_models.table(result))
 
 
 @app.command()
 def routing(
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the table.")] = RESULTS,
+    out: OutShort = RESULTS,
     layers: Annotated[str, typer.Option(help="Depths to measure, by comma.")] = "2,4,8,16,43",
     compiled: Annotated[int, typer.Option(min=0, help="Depth of the whole compile; 0: none.")] = 4,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
+    device: DeviceKind = "cpu",
 ) -> None:
     """Measures the routing pass: seconds by depth, time per node, and share of a compile. Needs no GPU."""
     import torch
 
     from . import routing as run
 
-    depths = tuple(int(w) for w in layers.split(",") if w.strip())
+    depths = tuple(int(w) for w in _list(layers))
     result = run.run(torch.device(_device(device)), depths, compiled, lambda text: console.print(text, highlight=False))
     out.mkdir(parents=True, exist_ok=True)
     run.write(result, out / "routing.json")
-    console.print(run.table(result), highlight=False, markup=False, soft_wrap=True)
+    _shown(run.table(result))
 
 
 @app.command()
@@ -567,17 +511,11 @@ def table(
     write: Annotated[bool, typer.Option("--write", help="Rewrite the Markdown and the PNG next to it.")] = False,
 ) -> None:
     """Prints a stored run as Markdown."""
-    result = json.loads(file.read_text())
-    own = ("deepseek_v4", "e79", "index", "lists", "multi_gpu", "routing", "selection", "sparse_models", "ways")
-    if result["operator"] in own:
-        module = importlib.import_module(f".{result['operator']}", __package__)
-        print(module.table(result), end="")
-        if write:
-            module.write(result, file)
-        return
-    print(report.table(result), end="")
+    result = _read(file)
+    module = importlib.import_module(f".{result['operator']}", __package__)
+    print(module.table(result), end="")
     if write:
-        write_reports(result, file)
+        module.write(result, file)
 
 
 @app.command()

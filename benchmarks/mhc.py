@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mHC benchmark: its rows, and how one run measures them.
+"""The mHC benchmark: its rows, how one run measures them, its tables and its picture.
 
-A run is a list of groups. The variants of a group are timed round-robin, so that a drift of the clock affects all of
-them alike. A failing variant is recorded in its row. If a failure leaves the device unusable, the rest of the run
-continues in a fresh process without that variant.
+The variants of a group are timed round-robin, so that a drift of the clock affects all of them alike. A failing variant
+is recorded in its row. If a failure leaves the device unusable, the rest of the run continues in a fresh process
+without that variant.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,8 +21,14 @@ from typing import Any
 
 import torch
 
-from . import accuracy, environment, fused, ours, peers, running, targets, timing
-from .peers import Inputs, make_inputs
+from . import environment, report, running, timing
+from . import mhc_calls as calls
+from . import mhc_cases as cases
+from . import mhc_targets as targets
+from .accuracy import equal_bits
+from .mhc_cases import Inputs, Named, make_inputs
+from .report import Result, Row, Table, figure, title, us, yes
+from .variants import FixedClock, Variant, chained, measure
 
 DIMS = (2560, 4096, 7168)
 CPU_TOKENS, CPU_DIM = 64, 256
@@ -29,48 +37,36 @@ GROUPS = (*map(str, DIMS), "npu", "decode", "memory", "accuracy", "determinism")
 QUICK_GROUPS = ("4096", "npu", "accuracy")
 CPU_NOTICE = "CPU run, wall clock, a small shape: it says nothing of a GPU."
 TWO_OPS = "ops, one after the other"
-PARTS = ("rows", "decode", "memory", "accuracy", "determinism")
+RECORD_DRAWS = 9
+ACCURACY: dict[str, dict[str, bool]] = {
+    "training, sinkhorn 20, R": {},
+    "training, sinkhorn 20, R transposed": {"transpose_res": True},
+    "npu_mhc_pre: gamma, raw h_res": {"npu": True},
+}
+"""Cases whose errors are measured, and how their inputs are made."""
 
 
 @dataclasses.dataclass
-class Settings:
-    """Settings of one run. ``groups``: some of GROUPS; ``exclude``: omitted ``group/row/variant`` keys and why."""
+class Settings(running.Settings):
+    """Settings of one run. ``parts``: some of GROUPS; ``exclude``: omitted ``group/row/variant`` keys and why."""
 
-    device: str = "auto"
-    groups: tuple[str, ...] = GROUPS
+    parts: tuple[str, ...] = GROUPS
     rounds: int = 40
-    measure_peers: bool = False
-    compiled: bool = True
-    seed: int | None = None
+    peers: bool = False
     tokens: int | None = None
     dim: int | None = None
     exclude: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def resolve(self) -> torch.device:
-        return running.device_of(self.device)
-
-
-@dataclasses.dataclass
-class Variant:
-    """One row to measure. ``build`` prepares inputs and returns the call; ``check`` compares its outputs with fp64."""
-
-    what: str
-    variant: str
-    tokens: int
-    dim: int
-    build: Callable[[], Callable[[], Any]]
-    check: Callable[[Any], dict[str, Any]] | None = None
-    calls: int = 1
-
-    def key(self, group: str) -> str:
-        return f"{group}/{self.what}/{self.variant}"
 
 
 class DeviceLost(RuntimeError):
     """Raised when a failure of the variant ``args[0]`` has left the device context unusable."""
 
 
-def _device_alive(device: torch.device) -> bool:
+class Relaunched(Exception):
+    """Raised after a new process has measured the remaining groups."""
+
+
+def device_alive(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     try:
@@ -81,23 +77,25 @@ def _device_alive(device: torch.device) -> bool:
     return True
 
 
+@dataclasses.dataclass
+class _Clock(FixedClock):
+    key: Callable[[Variant], str] = str
+
+    def failure(self, v: Variant, e: BaseException) -> Row:
+        if not device_alive(self.device):
+            raise DeviceLost(self.key(v), running.message(e)) from e
+        return super().failure(v, e)
+
+
 class Run(running.PartRun[Settings]):
-    operator, notice, unit, lists = "mhc", CPU_NOTICE, None, PARTS
+    operator, notice, unit = "mhc", CPU_NOTICE, None
+    lists = ("rows", "decode", "memory", "accuracy", "determinism")
 
-    def __init__(
-        self, settings: Settings, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]
-    ) -> None:
-        super().__init__(settings, save, report)
-        self._fp64: list[tuple[Inputs, dict[str, torch.Tensor]]] = []
+    def recorded(self) -> Row:
+        precision = torch.get_float32_matmul_precision()
+        return {"groups": list(self.s.parts), "seed": self.seed, "float32_matmul_precision": precision}
 
-    def recorded(self) -> dict[str, Any]:
-        return {
-            "groups": list(self.s.groups),
-            "seed": self.seed,
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        }
-
-    # ---- inputs and references
+    # ---- inputs
 
     def tokens_and_dim(self, tokens: int, dim: int) -> tuple[int, int]:
         if self.gpu:
@@ -107,199 +105,118 @@ class Run(running.PartRun[Settings]):
     def inputs(self, tokens: int, dim: int, **kwargs: Any) -> Inputs:
         return make_inputs((tokens,), targets.N, dim, self.device, **kwargs)
 
-    def exact(self, i: Inputs) -> dict[str, torch.Tensor]:
-        """Returns the fp64 values of a case, computed once."""
-        for known, values in self._fp64:
-            if known is i:
-                return values
-        self._fp64.append((i, accuracy.reference(i)))
-        return self._fp64[-1][1]
-
     # ---- variants
 
     def case_variants(self, i: Inputs, prefix: str = "", compiled_peer: bool = True) -> Iterator[Variant]:
         """Yields pre, post, fb and the fused ops of one case: by the ops, a compiled step, and the peers."""
-        tokens, _, dim = i.x.shape
         with torch.no_grad():
-            c = peers.plain_coefficients(i.x, i.phi, i.alpha, i.bias, i.gamma, i.iters)
+            c = cases.plain_coefficients(i.x, i.phi, i.alpha, i.bias, i.gamma, i.iters)
         h_post, h_res = c["h_post"].detach(), c["h_res"].detach()
-        exact = self.exact(i)
+        exact = cases.reference(i)
 
-        def check(got: dict[str, torch.Tensor]) -> dict[str, Any]:
-            return accuracy.compare(got, exact, i.with_post)
+        def check(got: Named) -> Row:
+            return cases.compare(got, exact, i.with_post)
 
-        def check_post(got: dict[str, torch.Tensor]) -> dict[str, Any]:
-            want = peers.plain_post(*(t.double() for t in (i.x, i.f_out, h_post, h_res)), i.transpose_res)
-            return accuracy.compare(got, {"x_out": want}, True)
-
-        def with_leaves(call: Callable[[Inputs], Any]) -> Callable[[], Callable[[], Any]]:
-            def build() -> Callable[[], Any]:
-                j = i.detached()
-                for t in j.leaves():
-                    t.requires_grad_()
-                return lambda: call(j)
-
-            return build
+        def check_post(got: Named) -> Row:
+            want = cases.plain_post(*(t.double() for t in (i.x, i.f_out, h_post, h_res)), i.transpose_res)
+            return cases.compare(got, {"x_out": want}, True)
 
         def row(what: str, variant: str, build: Callable[[], Callable[[], Any]], checked: Any = None) -> Variant:
-            return Variant(prefix + what, variant, tokens, dim, build, checked)
+            return Variant(prefix + what, variant, build, case=i, check=checked)
 
-        yield row("pre", "ops", lambda: lambda: ours.ops_pre(i), check)
+        yield row("pre", "ops", lambda: lambda: calls.ops_pre(i), check)
         if i.with_post:
-            yield row("post", "ops", lambda: lambda: ours.ops_post(i, h_post, h_res), check_post)
-        yield row("fb", "ops", lambda: lambda: ours.ops_fb(i), check)
+            yield row("post", "ops", lambda: lambda: calls.ops_post(i, h_post, h_res), check_post)
+        yield row("fb", "ops", lambda: lambda: calls.ops_fb(i), check)
         if i.with_post:
-            two_passes = fused.PostPre.make(i, h_post, h_res)
-            one_pass = two_passes.single_pass()
-            for what, call, p in (
-                ("post_pre", ours.ops_post_pre, two_passes),
-                ("post_pre_fb", ours.ops_post_pre_fb, two_passes),
-                ("single_pass", ours.ops_single_pass, one_pass),
-                ("single_pass_fb", ours.ops_single_pass_fb, one_pass),
-            ):
-                for variant, one in (("ops", True), (TWO_OPS, False)):
-                    # The two ops round the gradient of x_out between them: only the fused op must meet one rounding.
-                    check = (lambda got, p=p: fused.check(p, got)) if one else None
-                    yield row(what, variant, lambda call=call, p=p, one=one: lambda: call(p, one), check)
+            yield from (dataclasses.replace(v, case=i) for v in _fused(cases.PostPre.make(i, h_post, h_res)))
         if self.s.compiled:
-            yield row("fb", "compiled", lambda: with_leaves(ours.autograd_fb(True))(), check)
+            yield row("fb", "compiled", lambda: _with_leaves(i, calls.autograd_fb(True)), check)
         for name, peer in self.peers(i, compiled_peer):
             yield row("pre", name, lambda peer=peer: _no_grad(lambda: peer().pre(i)))
             if i.with_post:
                 yield row("post", name, lambda peer=peer: _no_grad(lambda: peer().post(i, h_post, h_res)))
-            yield row("fb", name, lambda peer=peer: with_leaves(peer().fb)())
+            yield row("fb", name, lambda peer=peer: _with_leaves(i, peer().fb))
 
     def peers(self, i: Inputs, compiled: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-        if not self.s.measure_peers:
+        """Yields the other implementations to measure, each with what makes it once."""
+        if not self.s.peers:
             return
         cache: dict[str, Any] = {}
 
-        def once(name: str, make: Callable[[], Any]) -> Callable[[], Any]:
+        def once(name: str, make: Callable[[], Any]) -> tuple[str, Callable[[], Any]]:
             def get() -> Any:
                 if name not in cache:
                     cache[name] = make()
                 return cache[name]
 
-            return get
+            return name, get
 
-        yield targets.EAGER, once(targets.EAGER, lambda: peers.Plain(compiled=False))
+        yield once(targets.EAGER, lambda: calls.Plain(compiled=False))
         # Compiling the plain formula takes longer than everything else, so compile it at one width only.
         if compiled and self.s.compiled and i.x.shape[-1] == self.tokens_and_dim(1, 4096)[1]:
-            yield targets.COMPILE, once(targets.COMPILE, lambda: peers.Plain(compiled=True))
+            yield once(targets.COMPILE, lambda: calls.Plain(compiled=True))
         if i.gamma is not None:
             self.result["skipped"]["Liger, npu rows"] = "Liger has no gamma"
-        elif missing := (peers.liger_missing() if self.gpu else "Liger's kernels need a GPU"):
+        elif missing := (calls.liger_missing() if self.gpu else "Liger's kernels need a GPU"):
             self.result["skipped"][targets.LIGER] = missing
         else:
-            yield targets.LIGER, once(targets.LIGER, peers.Liger)
+            yield once(targets.LIGER, calls.Liger)
 
     # ---- running
 
-    def time(self, group: str, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
+    def time(self, group: str, variants: list[Variant], rows: list[Row]) -> None:
         """Builds, times and checks the variants of one group; appends their rows."""
-        ready: dict[str, timing.Runnable] = {}
-        done: dict[str, dict[str, Any]] = {}
-        for v in variants:
-            key = v.key(group) + (f"@{v.tokens}" if group == "decode" else "")
-            done[key] = self.row_header(v)
-            if key in self.s.exclude:
-                done[key]["error"] = self.s.exclude[key]
-                continue
-            self.report(f"{group}: preparing {v.what} {v.variant} at {v.tokens} tokens, D = {v.dim}")
-            try:
-                ready[key] = timing.Runnable(v.build(), self.device)
-            except Exception as e:
-                done[key]["error"] = running.message(e)
-                if not _device_alive(self.device):
-                    raise DeviceLost(key, running.message(e)) from e
-        self.report(f"{group}: timing {len(ready)} variants, {self.s.rounds} rounds")
-        times = timing.interleaved(ready, self.device, self.flush, self.s.rounds)
-        for v, (key, row) in zip(variants, done.items(), strict=True):
-            if key not in ready:
-                continue
-            row.update(_figures(row, times[key], v.calls, self.bars_apply))
-            try:
-                if v.check is not None:
-                    row["errors"] = v.check(ready[key].run_poisoned())
-                    row["correct"] = all(e["met"] for e in row["errors"].values())
-            except Exception as e:
-                row["error"] = running.message(e)
-                if not _device_alive(self.device):
-                    raise DeviceLost(key, running.message(e)) from e
-            ready[key].close()
-        rows.extend(done.values())
 
-    def row_header(self, v: Variant) -> dict[str, Any]:
-        row: dict[str, Any] = {
-            "what": v.what,
-            "variant": v.variant,
-            "tokens": v.tokens,
-            "n": targets.N,
-            "dim": v.dim,
-        }
-        row["floor_us"] = targets.floor_us(v.what, v.tokens, v.dim, phi=v.tokens < 1024)
-        target = targets.TARGETS.get((v.what, v.dim)) if v.tokens == targets.TOKENS else None
-        if target is not None:
-            best = target.best_peer
-            row.update(bar_us=target.bar, goal_us=target.goal, measured_separately_us=target.peers)
-            row.update(best_peer=best[0] if best else None, best_peer_us=best[1] if best else None)
-        return row
+        def key(v: Variant) -> str:
+            return f"{group}/{v.what}/{v.variant}" + (f"@{v.case.x.shape[0]}" if group == "decode" else "")
+
+        made = [row_header(v) for v in variants]
+        for v, row in zip(variants, made, strict=True):
+            row |= {"error": self.s.exclude[key(v)]} if key(v) in self.s.exclude else {}
+        chosen = [(v, row) for v, row in zip(variants, made, strict=True) if "error" not in row]
+        count = {id(row): v.calls for v, row in chosen}
+
+        def figures(row: Row, t: timing.Timing) -> None:
+            row |= _figures(row, t, count[id(row)], self.bars_apply)
+
+        clock = _Clock(self.device, self.flush, self.s.rounds, key=key)
+        shape = f"{variants[0].case.x.shape[0]} tokens, D = {variants[0].case.x.shape[-1]}"
+        say = lambda text: self.report(f"{group}: {text} at {shape}")  # noqa: E731
+        measure(clock, [v for v, _ in chosen], [row for _, row in chosen], figures, None, say)
+        rows.extend(made)
 
     def group(self, name: str) -> None:
         torch.compiler.reset()
-        if name == "npu":
-            i = self.inputs(*self.tokens_and_dim(targets.TOKENS, 4096), npu=True)
-            self.time(name, list(self.case_variants(i, "npu_")), self.result["rows"])
-        elif name == "decode":
-            self.decode()
-        elif name == "memory":
-            self.memory()
-        elif name == "accuracy":
-            self.accuracy()
-        elif name == "determinism":
-            tokens, dim = self.tokens_and_dim(2048, 4096)
-            self.result["determinism"] = accuracy.determinism(self.device, dim, tokens)
+        if name == "npu" or name.isdigit():
+            dim, npu = (4096, True) if name == "npu" else (int(name), False)
+            i = self.inputs(*self.tokens_and_dim(targets.TOKENS, dim), npu=npu)
+            self.time(name, list(self.case_variants(i, "npu_" if npu else "")), self.result["rows"])
+        elif name == "memory" and not self.gpu:
+            self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
         else:
-            i = self.inputs(*self.tokens_and_dim(targets.TOKENS, int(name)))
-            self.time(name, list(self.case_variants(i)), self.result["rows"])
-        self._fp64.clear()
+            getattr(self, name)()
         running.free(self.device)
 
     def decode(self) -> None:
+        """Measures one boundary of a few tokens, alone and in a chain."""
+
+        def chain(v: Variant) -> Variant:
+            return chained(v, DECODE_CHAIN, lambda: timing.chain(v.build(), DECODE_CHAIN))
+
         for wanted in DECODE_TOKENS:
-            tokens, dim = self.tokens_and_dim(wanted, DECODE_DIM)
-            i = self.inputs(tokens, dim)
-            every = self.case_variants(i, compiled_peer=False)
+            every = self.case_variants(self.inputs(*self.tokens_and_dim(wanted, DECODE_DIM)), compiled_peer=False)
             cold = [v for v in every if not v.what.endswith("fb") and v.variant != TWO_OPS]
-            chained = [
-                dataclasses.replace(
-                    v,
-                    variant=f"{v.variant}, chain of {DECODE_CHAIN}",
-                    build=lambda v=v: timing.chain(v.build(), DECODE_CHAIN),
-                    check=None,
-                    calls=DECODE_CHAIN,
-                )
-                for v in cold
-                if self.gpu
-            ]
-            self.time("decode", cold + chained, self.result["decode"])
+            self.time("decode", cold + [chain(v) for v in cold if self.gpu], self.result["decode"])
 
     def memory(self) -> None:
         """Measures the peak memory of forward + backward above inputs and outputs, in MB (10^6 bytes)."""
-        if not self.gpu:
-            self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
-            return
         tokens, dim = self.tokens_and_dim(targets.TOKENS, 4096)
-        calls: dict[str, Callable[[Inputs], Any]] = {"ops": ours.ops_fb, "eager": ours.autograd_fb(False)}
+        every: dict[str, Callable[[Inputs], Any]] = {"ops": calls.ops_fb, "eager": calls.autograd_fb(False)}
         if self.s.compiled:
-            calls["compiled"] = ours.autograd_fb(True)
-        for name, call in calls.items():
-            row: dict[str, Any] = {
-                "variant": name,
-                "tokens": tokens,
-                "dim": dim,
-                "bar_mb": targets.PEAK_BAR_MB,
-            }
+            every["compiled"] = calls.autograd_fb(True)
+        for name, call in every.items():
+            row: Row = {"variant": name, "tokens": tokens, "dim": dim, "bar_mb": targets.PEAK_BAR_MB}
             self.result["memory"].append(row)
             self.report(f"memory: {name}")
             i = self.inputs(tokens, dim)
@@ -308,61 +225,56 @@ class Run(running.PartRun[Settings]):
                     for t in i.leaves():
                         t.requires_grad_()
                 call(i)
-                row.update(running.peak_memory(lambda call=call, i=i: call(i), self.device, targets.PEAK_BAR_MB))
+                row |= running.peak_memory(lambda call=call, i=i: call(i), self.device, targets.PEAK_BAR_MB)
             except Exception as e:
                 row["error"] = running.message(e)
 
     def accuracy(self) -> None:
+        """Measures errors against fp64 next to the plain formula's."""
         tokens, dim = (512, 4096) if self.gpu else self.tokens_and_dim(64, CPU_DIM)
-        cases = {
-            "training, sinkhorn 20, R": {},
-            "training, sinkhorn 20, R transposed": {"transpose_res": True},
-            "npu_mhc_pre: gamma, raw h_res": {"npu": True},
-        }
-        for name, kwargs in cases.items():
+        for name, kwargs in ACCURACY.items():
             self.report(f"accuracy: {name}")
             i = self.inputs(tokens, dim, **kwargs)
-            compiled = self.s.compiled and not kwargs
-            self.result["accuracy"].append(accuracy.case(name, i, compiled))
-        self.result["accuracy"].append(accuracy.record_case(self.device))
+            self.result["accuracy"].append(errors_of(name, i, self.s.compiled and not kwargs))
+        self.result["accuracy"].append(record_case(self.device))
 
-    def run(self) -> dict[str, Any]:
+    def determinism(self) -> None:
+        """Checks for equal bits of two runs, and of tokens alone."""
+        tokens, dim = self.tokens_and_dim(2048, 4096)
+        self.result["determinism"] = determinism(self.device, dim, tokens)
+
+    def run(self) -> Row:
+        self.report("copy bandwidth")
+        self.result["copy"] = timing.copy_bandwidth(self.device, self.flush, max(self.s.rounds // 2, 5))
+        self.save(self.result)
         try:
-            self.report("copy bandwidth")
-            self.result["copy"] = timing.copy_bandwidth(self.device, self.flush, max(self.s.rounds // 2, 5))
-            self.save(self.result)
-            for at, name in enumerate(self.s.groups):
-                self.one_group(name, self.s.groups[at:])
-                self.save(self.result)
-        except _Relaunched:
-            pass
-        return self.finish()
+            return super().run()
+        except Relaunched:
+            return self.finish()
 
-    def one_group(self, name: str, remaining: tuple[str, ...]) -> None:
-        lengths = {part: len(self.result[part]) for part in PARTS}
+    def part(self, name: str) -> None:
+        lengths = {part: len(self.result[part]) for part in self.lists}
+        remaining = self.s.parts[self.s.parts.index(name) :]
         try:
             self.group(name)
         except DeviceLost as lost:
-            for (
-                part,
-                length,
-            ) in lengths.items():  # the new process measures the whole interrupted group again
+            for part, length in lengths.items():  # the new process measures the whole interrupted group again
                 del self.result[part][length:]
             key, text = lost.args
             self.report(f"{key} left the device unusable; continuing in a new process")
             self.relaunch(remaining, {**self.s.exclude, key: text})
-            raise _Relaunched from lost
+            raise Relaunched from lost
         except Exception as e:
             self.result["skipped"][name] = running.message(e)
-            if not _device_alive(self.device):
+            if not device_alive(self.device):
                 self.relaunch(remaining[1:], self.s.exclude)
-                raise _Relaunched from e
+                raise Relaunched from e
 
     def relaunch(self, groups: tuple[str, ...], exclude: dict[str, str]) -> None:
         """Runs the remaining groups in a new process and merges its results."""
         if not groups:
             return
-        settings = dataclasses.asdict(dataclasses.replace(self.s, groups=groups, exclude=exclude, seed=self.seed + 1))
+        settings = dataclasses.asdict(dataclasses.replace(self.s, parts=groups, exclude=exclude, seed=self.seed + 1))
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "rest.json"
             command = [sys.executable, "-m", "benchmarks.mhc", json.dumps(settings), str(path)]
@@ -371,27 +283,53 @@ class Run(running.PartRun[Settings]):
                 self.result["skipped"].update({g: f"a second process ended with status {status}" for g in groups})
                 return
             rest = json.loads(path.read_text())
-        for part in PARTS:
+        for part in self.lists:
             self.result[part] = self.result[part] + rest[part]
         self.result["skipped"].update(rest["skipped"])
 
 
-class _Relaunched(Exception):
-    """Raised after a new process has measured the remaining groups."""
+def _fused(two_passes: cases.PostPre) -> Iterator[Variant]:
+    """Yields the fused ops, and their parts one after the other."""
+    one_pass = two_passes.single_pass()
+    for what, call, p in (
+        ("post_pre", calls.ops_post_pre, two_passes),
+        ("post_pre_fb", calls.ops_post_pre_fb, two_passes),
+        ("single_pass", calls.ops_single_pass, one_pass),
+        ("single_pass_fb", calls.ops_single_pass_fb, one_pass),
+    ):
+        # The two ops round the gradient of x_out between them: only the fused op must meet one rounding.
+        check = lambda got, p=p: cases.check_fused(p, got)  # noqa: E731
+        for variant, one in (("ops", True), (TWO_OPS, False)):
+            build = lambda call=call, p=p, one=one: lambda: call(p, one)  # noqa: E731
+            yield Variant(what, variant, build, check=check if one else None)
+
+
+def _with_leaves(i: Inputs, call: Callable[[Inputs], Any]) -> Callable[[], Any]:
+    j = i.detached()
+    for t in j.leaves():
+        t.requires_grad_()
+    return lambda: call(j)
 
 
 def _no_grad(call: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> Any:
-        with torch.no_grad():
-            return call()
-
-    return run
+    return torch.no_grad()(lambda: call())
 
 
-def _figures(row: dict[str, Any], t: timing.Timing, calls: int, bars_apply: bool) -> dict[str, Any]:
+def row_header(v: Variant) -> Row:
+    """Returns what names a row, the floor of its time, and its bars if it has any."""
+    tokens, _, dim = v.case.x.shape
+    row: Row = {"what": v.what, "variant": v.variant, "tokens": tokens, "n": targets.N, "dim": dim}
+    row["floor_us"] = targets.floor_us(v.what, tokens, dim, phi=tokens < 1024)
+    target = targets.TARGETS.get((v.what, dim)) if tokens == targets.TOKENS else None
+    if target is not None:
+        name, time = target.best_peer or (None, None)
+        row |= target.of(row, False) | {"best_peer": name, "best_peer_us": time}
+    return row
+
+
+def _figures(row: Row, t: timing.Timing, count: int, bars_apply: bool) -> Row:
     """Returns the figures of one row; the times of a chain are divided by its number of calls."""
-    if calls > 1:
-        t = timing.Timing([s / calls for s in t.samples_us])
+    t = t.over(count)
     out = {**t.as_json(), "ratio_to_floor": round(t.median / row["floor_us"], 4)}
     if bars_apply and row.get("bar_us") is not None and row["variant"] in ("ops", "compiled"):
         out["met_bar"] = t.median <= row["bar_us"]
@@ -401,12 +339,250 @@ def _figures(row: dict[str, Any], t: timing.Timing, calls: int, bars_apply: bool
     return out
 
 
+# ---- errors against fp64, and equal bits
+
+
+def errors_of(name: str, i: Inputs, compiled: bool) -> Row:
+    """Returns the errors of one case against fp64: ops, plain formula and, if ``compiled``, the compiled step."""
+    exact = cases.reference(i)
+    every: dict[str, Callable[[], Named]] = {"ops": lambda: calls.ops_fb(i.detached())}
+    if compiled:
+        every["compiled"] = _with_leaves(i, calls.autograd_fb(True))
+    every["plain formula"] = lambda: cases.plain(i)
+
+    def errors(call: Callable[[], Named]) -> Row:
+        try:
+            return cases.compare(call(), exact, i.with_post)
+        except Exception as e:  # one failing implementation must not discard the others' figures
+            return {"error": running.message(e)}
+
+    row: Row = {"case": name, "shape": list(i.x.shape), "dtype": str(i.x.dtype).removeprefix("torch.")}
+    return row | {"errors": {kind: errors(call) for kind, call in every.items()}}
+
+
+def record_case(device: torch.device) -> Row:
+    """Returns the largest absolute errors of the parameter gradients at ``RECORD_SHAPE``, with gamma and raw logits.
+
+    Measures the backward op alone: the fp64 values start from the same saved fp32 tensors. Loss gradients are standard
+    normal. Each figure is the median of ``RECORD_DRAWS`` draws: in a single draw the last rounding of one sum decides.
+    """
+    draws: dict[str, dict[str, list[float]]] = {"ops": {}, "plain formula": {}}
+    for _ in range(RECORD_DRAWS):
+        i = make_inputs(targets.RECORD_SHAPE[:2], *targets.RECORD_SHAPE[2:], device, npu=True, record=True)
+        got = calls.ops_fb(i)
+        exact = cases.parameter_gradients(i, got, torch.float64)
+        for kind, values in zip(draws, (got, cases.parameter_gradients(i, got, torch.float32)), strict=True):
+            for name in targets.RECORD_BARS:
+                draws[kind].setdefault(name, []).append(_worst(values[name], exact[name]))
+
+    def entry(name: str, all_: list[float]) -> Row:
+        worst, bar = math.nan if any(map(math.isnan, all_)) else statistics.median(all_), targets.RECORD_BARS[name]
+        return {"absolute": worst, "draws": all_, "bar_absolute": bar, "met": worst <= bar}
+
+    errors = {kind: {name: entry(name, all_) for name, all_ in of.items()} for kind, of in draws.items()}
+    row: Row = {"case": "shape of record, backward alone", "shape": list(targets.RECORD_SHAPE), "dtype": "bfloat16"}
+    return row | {"errors": errors}
+
+
+def _worst(a: torch.Tensor, b: torch.Tensor) -> float:
+    worst = float((a.double() - b.double().reshape(a.shape)).abs().max())
+    return worst if math.isfinite(worst) else math.nan
+
+
+def determinism(device: torch.device, dim: int, tokens: int) -> list[Row]:
+    """Checks for equal bits in two runs and, on a GPU, of a token alone, in small batches and in the whole batch."""
+    i = make_inputs((tokens,), targets.N, dim, device)
+    first, second = calls.ops_fb(i), calls.ops_fb(i)
+    rows = [{"check": "two runs", "shape": list(i.x.shape), **equal_bits(first, second)}]
+    if device.type == "cpu":
+        return rows  # on a CPU, BLAS picks the summation order by the batch size
+    at = tokens // 3
+    for count in sorted({1, 2, 8, 64, 65, tokens // 2} & set(range(1, tokens - at + 1))):
+        part = calls.ops_fb(i.tokens(at, at + count))
+        of = {k: t[at : at + count] for k, t in first.items() if k not in cases.SUMMED}
+        check = f"{count} of {tokens} tokens alone"
+        rows.append({"check": check, "shape": list(i.x.shape), **equal_bits(of, part)})
+    return rows
+
+
+# ---- tables
+
+NAMES = {
+    "pre": "pre",
+    "post": "post",
+    "fb": "forward + backward",
+    "post_pre": "post fused with pre",
+    "post_pre_fb": "post fused with pre: forward + backward",
+    "single_pass": "single pass (V4.1)",
+    "single_pass_fb": "single pass (V4.1): forward + backward",
+    "npu_pre": "npu_mhc_pre: pre",
+    "npu_fb": "npu_mhc_pre: forward + backward",
+}
+
+
+def _speed(r: Row) -> list[Any]:
+    line = [
+        r["dim"],
+        NAMES[r["what"]],
+        title(r),
+        *report.timed(r, us),
+        us(r["floor_us"]),
+        figure(r.get("ratio_to_floor"), ".2f"),
+    ]
+    if "median_us" not in r or not report.is_ours(r) or r.get("bar_us") is None:
+        return [*line, "", "", ""]
+    verdicts = [("bar", "met_bar"), ("goal", "met_goal"), ("best_peer", "not_slower_than_best_peer")]
+    cells = [f"{us(r[k + '_us'])} {yes(r.get(met))}".rstrip() for k, met in verdicts]
+    return [*line, *cells[:2], f"{r['best_peer']} {cells[2]}" if r["best_peer"] else ""]
+
+
+def _memory(r: Row) -> list[Any]:
+    if "error" in r:
+        return [r["variant"], r["dim"], report.error(r), "", ""]
+    return [r["variant"], r["dim"], f"{r['peak_above_mb']:.1f}", f"{r['bar_mb']:.0f}", yes(r["met_bar"])]
+
+
+def _each(c: Row) -> list[Row]:
+    """Returns a row for each implementation and tensor of a case, with the plain formula's error."""
+    kinds, rows = dict(c["errors"]), []
+    plain = kinds.pop("plain formula", {})
+    for kind, errors in kinds.items():
+        of = {"case": c["case"], "kind": kind}
+        if isinstance(errors.get("error"), str):
+            rows.append(of | errors)
+        else:
+            rows += [of | {"tensor": name, "plain": plain.get(name, {})} | e for name, e in errors.items()]
+    return rows
+
+
+def _accuracy(r: Row) -> list[Any]:
+    if "tensor" not in r:
+        return [r["case"], r["kind"], report.error(r), "", "", "", ""]
+    key, bar = ("absolute", "bar_absolute") if "absolute" in r else ("relative", "bar")
+    figures = [f"{figure(r[key], '.2g')} {key}", figure(r["plain"].get(key), ".2g"), figure(r[bar], ".2g")]
+    return [r["case"], r["kind"], r["tensor"], *figures, yes(r["met"])]
+
+
+def _tokens(result: Result) -> str:
+    return ", ".join(map(str, sorted({r["tokens"] for r in result["rows"]})))
+
+
+def _decoding(result: Result) -> str:
+    dims = ", ".join(map(str, sorted({r["dim"] for r in result["decode"]})))
+    text = f"Decoding, D = {dims} (a chain: mean of calls in one graph, caches warm)"
+    return text + (f"; {targets.DECODE_PEERS}" if result["device"]["type"] == "cuda" else "")
+
+
+TABLES: report.Makers = {
+    "rows": Table(
+        lambda result: f"Speed: {_tokens(result)} tokens, n = 4, bf16 x, fp32 phi",
+        "D||implementation|time, µs|quartiles|floor, µs|x floor|bar|goal|best peer",
+        _speed,
+    ),
+    "decode": Table(
+        _decoding,
+        "tokens||implementation|time, µs|floor, µs",
+        lambda r: [r["tokens"], r["what"], title(r), report.timed(r, us)[0], us(r["floor_us"])],
+    ),
+    "memory": Table("Peak memory of forward + backward above inputs and outputs", "variant|D|MB|bar|", _memory),
+    "accuracy": Table(
+        "Errors against fp64 (bf16 outputs are held to one rounding, dx of pre and post to two)",
+        "case||tensor|error|plain formula's|bar|",
+        _accuracy,
+        _each,
+    ),
+    "determinism": report.determinism("shape"),
+}
+
+
+def wrong_outputs(result: Result) -> list[str]:
+    """Returns a line for each timed row whose outputs miss a bar against fp64."""
+    rows = [*result["rows"], *result["decode"]]
+    return report.wrong_outputs(rows, lambda r: f"{r['tokens']} tokens, D = {r['dim']}")
+
+
+def table(result: Result) -> str:
+    """Returns the whole run as Markdown."""
+    end = []
+    if any(report.is_ours(r) and "errors" in r for r in result["rows"]):
+        fine = "Outputs of every timed row of ours meet their bars against fp64."
+        end = [report.outputs_section(wrong_outputs(result), fine)]
+    return report.document("mhc", report.facts(result), report.sections_of(result, TABLES), *end)
+
+
+# ---- the picture
+
+
+def bars(result: Result, what: str, dim: int) -> list[report.Bar]:
+    """Returns the bars of one row: ours first, then the others by time."""
+    return report.bars(r for r in result["rows"] if (r["what"], r["dim"]) == (what, dim))
+
+
+def plot(result: Result, path: pathlib.Path) -> None:
+    """Plots bars of the achieved share of the memory bandwidth; writes no file if nothing was timed."""
+    pyplot = report.pyplot()
+    from matplotlib.patches import Patch
+
+    gpu = result["device"]["type"] == "cuda"
+    kinds = [k for k in NAMES if any(r["what"] == k and "median_us" in r for r in result["rows"])]
+    if not kinds:
+        return
+    drawn = {
+        f"{NAMES[k].replace(': forward + backward', ': f + b')}, D = {dim}": bars(result, k, dim)
+        for k in kinds
+        for dim in sorted({r["dim"] for r in result["rows"] if r["what"] == k})
+    }
+    every = [b for group in drawn.values() for b in group]
+    top = max(b.us for b in every)
+    columns = 2 if sum(len(group) + 1.6 for group in drawn.values()) > 24 else 1
+    halves = _balanced(drawn, columns)
+    height = max(report.height(half.values()) for half in halves)
+    figure, axes = pyplot.subplots(1, columns, figsize=(10.5 if columns == 2 else 8, 1.9 + 0.2 * height), squeeze=False)
+
+    def share(b: report.Bar) -> float:
+        return 100 * b.floor / b.us if gpu else 100 * b.us / top
+
+    def said(b: report.Bar) -> str:
+        return f"{us(b.us)} µs" + (f", {share(b):.0f} %" if gpu else "")
+
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    for axis, half in zip(axes[0], halves, strict=True):
+        report.draw_bars(axis, half, height, length=share, said=said, bbox=box)
+        axis.set_xlim(0, 135)
+        axis.set_xticks(range(0, 101, 20) if gpu else [])
+        if gpu:
+            axis.axvline(100, color="black", linewidth=1, linestyle="--", zorder=0)
+            axis.set_xlabel("percent of the speed of memory", fontsize=9)
+    legend = {
+        False: Patch(facecolor="#888888", label="measured in this run"),
+        True: Patch(facecolor="#888888", hatch="////", edgecolor="white", label=f"{report.SEPARATELY}, NVIDIA H200"),
+    }
+    handles = [legend[s] for s in dict.fromkeys(b.separate for b in every)]
+    figure.legend(handles=handles, loc="lower center", ncols=2, fontsize=8, frameon=False)
+    tokens = max(r["tokens"] for r in result["rows"])
+    faster = " (longer is faster)\ndashed: every byte moved once at 4.3 TB/s"
+    name = f"mHC on {result['device']['name']}, {tokens} tokens, n = 4, bf16 x, fp32 phi"
+    name += faster if gpu else f" (longer is slower)\n{result['notice']}"
+    report.finish(figure, name, path, above=0.25)
+
+
+def _balanced(drawn: dict[str, list[report.Bar]], columns: int) -> list[dict[str, list[report.Bar]]]:
+    """Returns the groups in columns of about the same height."""
+    if columns == 1:
+        return [drawn]
+    sizes, groups = [len(group) + 1.6 for group in drawn.values()], [*drawn.items()]
+    cut = min(range(1, len(groups)), key=lambda c: max(sum(sizes[:c]), sum(sizes[c:])))
+    return [dict(groups[:cut]), dict(groups[cut:])]
+
+
+write = report.writer(table, plot=plot)
+
+
 def _child(settings: str, path: str) -> None:
     fields = json.loads(settings)
-    fields["groups"] = tuple(fields["groups"])
-    Run(
-        Settings(**fields), lambda found: running.save(found, pathlib.Path(path)), lambda text: print(text, flush=True)
-    ).run()
+    fields["parts"] = tuple(fields["parts"])
+    save = lambda found: running.save(found, pathlib.Path(path))  # noqa: E731
+    Run(Settings(**fields), save, lambda text: print(text, flush=True)).run()
 
 
 if __name__ == "__main__":

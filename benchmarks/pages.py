@@ -15,10 +15,10 @@ from typing import Any
 from . import index_targets, lists, lists_targets
 from .e79_targets import AUTHORS
 from .imports import diagram
+from .mhc_targets import COMPILE, EAGER
 from .report import is_ours, markdown, sources_of
 from .selection_targets import DENSE, FLA
 from .source_hash import ROOT
-from .targets import COMPILE, EAGER
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)

@@ -14,9 +14,10 @@ from typing import Any
 
 from . import index_targets
 from .e79_targets import AUTHORS, MEMORY_SHAPE
+from .mhc_targets import COMPILE
 from .pages import RESULTS, Results, _by_variant, _measured, _row, _short, read
+from .report import SEPARATELY
 from .selection_targets import DENSE, FLA
-from .targets import COMPILE, SEPARATELY
 
 OURS = "this package"
 SEPARATE, COMPUTED = f"* {SEPARATELY}", "hatched: computed, not measured"

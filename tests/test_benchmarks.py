@@ -10,6 +10,7 @@ import math
 import pathlib
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import accuracy, environment, fused, mhc, ours, peers, running, targets, timing, tritons
-from benchmarks import mhc_report as report
+from benchmarks import accuracy, environment, mhc, mhc_calls, mhc_cases, report, running, timing, tritons
+from benchmarks import mhc_targets as targets
 
 pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests read
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ FLOORS = {
 def settings(**changes: Any) -> mhc.Settings:
     base = {
         "device": "cpu",
-        "groups": ("4096",),
+        "parts": ("4096",),
         "rounds": 3,
         "compiled": False,
         "tokens": TOKENS,
@@ -68,7 +69,11 @@ def run(**changes: Any) -> report.Result:
 
 @pytest.fixture(scope="module")
 def result() -> report.Result:
-    return run(groups=("4096", "npu", "decode", "memory", "accuracy", "determinism"), measure_peers=True)
+    return run(parts=("4096", "npu", "decode", "memory", "accuracy", "determinism"), peers=True)
+
+
+def shaped(dim: int) -> types.SimpleNamespace:
+    return types.SimpleNamespace(x=torch.empty(targets.TOKENS, 4, dim, device="meta"))
 
 
 @pytest.fixture
@@ -77,7 +82,6 @@ def on_h200(result: report.Result) -> report.Result:
     made = copy.deepcopy(result)
     made["device"] = {"type": "cuda", "name": "NVIDIA H200"}
     made["notice"] = None
-    runner = object.__new__(mhc.Run)
     made["rows"] = []
     for (what, dim), target in targets.TARGETS.items():
         for variant, us in [
@@ -87,7 +91,7 @@ def on_h200(result: report.Result) -> report.Result:
         ]:
             if variant == "compiled" and not what.endswith("fb"):
                 continue
-            row = runner.row_header(mhc.Variant(what, variant, targets.TOKENS, dim, lambda: lambda: None))
+            row = mhc.row_header(mhc.Variant(what, variant, lambda: lambda: None, case=shaped(dim)))
             row.update(mhc._figures(row, timing.Timing([us - 1, us, us + 1]), 1, True))
             made["rows"].append(row)
     made["memory"] = [
@@ -237,41 +241,41 @@ def test_the_flush_is_outside_the_timed_events(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_reference_in_chunks_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    i = peers.make_inputs((7,), 4, DIM, CPU)
-    whole = accuracy.reference(i)
-    monkeypatch.setattr(accuracy, "CHUNK", 3)
-    for name, value in accuracy.reference(i).items():
+    i = mhc_cases.make_inputs((7,), 4, DIM, CPU)
+    whole = mhc_cases.reference(i)
+    monkeypatch.setattr(mhc_cases, "CHUNK", 3)
+    for name, value in mhc_cases.reference(i).items():
         assert accuracy.relative(value, whole[name]) < 1e-13, name
 
 
 @pytest.mark.parametrize("npu", [False, True])
 def test_ops_and_public_functions_match_fp64(npu: bool) -> None:
-    i = peers.make_inputs((TOKENS,), 4, DIM, CPU, npu=npu, transpose_res=True)
-    exact = accuracy.reference(i)
+    i = mhc_cases.make_inputs((TOKENS,), 4, DIM, CPU, npu=npu, transpose_res=True)
+    exact = mhc_cases.reference(i)
     leaves = i.detached()
     for t in leaves.leaves():
         t.requires_grad_()
-    for got in (ours.ops_fb(i), ours.autograd_fb(False)(leaves)):
-        errors = accuracy.compare(got, exact, i.with_post)
+    for got in (mhc_calls.ops_fb(i), mhc_calls.autograd_fb(False)(leaves)):
+        errors = mhc_cases.compare(got, exact, i.with_post)
         assert {"dx", "dphi", "dalpha", "dbias", "dgamma" if npu else "df"} <= set(errors)
         assert [k for k, e in errors.items() if not e["met"]] == []
 
 
 def test_a_wrong_or_unwritten_output_is_seen() -> None:
-    i = peers.make_inputs((TOKENS,), 4, DIM, CPU)
-    exact, got = accuracy.reference(i), ours.ops_fb(i)
+    i = mhc_cases.make_inputs((TOKENS,), 4, DIM, CPU)
+    exact, got = mhc_cases.reference(i), mhc_calls.ops_fb(i)
     got["dphi"] = got["dphi"] * (1 + 1e-4)
     got["dx"] = got["dx"].clone()
     got["dx"][-1, -1, -1] = math.nan
     got["h_in"] = got["h_in"] * 1.01
-    errors = accuracy.compare(got, exact, True)
+    errors = mhc_cases.compare(got, exact, True)
     assert {k for k, e in errors.items() if not e["met"]} == {"dphi", "dx", "h_in"}
 
 
 def test_the_written_out_backward_is_autograds() -> None:
-    i = peers.make_inputs((3, 5), 4, DIM, CPU, npu=True, record=True)
-    exact = accuracy.reference(i)
-    for name, value in accuracy._parameter_gradients(i, exact, torch.float64).items():
+    i = mhc_cases.make_inputs((3, 5), 4, DIM, CPU, npu=True, record=True)
+    exact = mhc_cases.reference(i)
+    for name, value in mhc_cases.parameter_gradients(i, exact, torch.float64).items():
         assert accuracy.relative(value, exact[name]) < 1e-12, name
 
 
@@ -345,8 +349,8 @@ def test_one_failing_variant_keeps_the_other_rows(monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(ours, "ops_post", fail)
-    rows = {(r["what"], r["variant"]): r for r in run(measure_peers=True)["rows"]}
+    monkeypatch.setattr(mhc_calls, "ops_post", fail)
+    rows = {(r["what"], r["variant"]): r for r in run(peers=True)["rows"]}
     for what in ("post", "fb"):
         assert rows[what, "ops"]["error"] == "RuntimeError: no such kernel"
         assert "median_us" not in rows[what, "ops"]
@@ -358,8 +362,8 @@ def test_a_failing_group_keeps_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: Any) -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(accuracy, "determinism", fail)
-    made = run(groups=("determinism", "npu"))
+    monkeypatch.setattr(mhc, "determinism", fail)
+    made = run(parts=("determinism", "npu"))
     assert made["skipped"]["determinism"] == "ValueError: broken"
     assert len(made["rows"]) == 2
 
@@ -381,12 +385,12 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch)
         mhc._child(command[3], command[4])
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(ours, "ops_post", fail)
-    monkeypatch.setattr(mhc, "_device_alive", lambda _: False)
+    monkeypatch.setattr(mhc_calls, "ops_post", fail)
+    monkeypatch.setattr(mhc, "device_alive", lambda _: False)
     monkeypatch.setattr(mhc.subprocess, "run", second_process)
-    rows = {(r["what"], r["variant"]): r for r in run(groups=("4096", "npu"))["rows"]}
+    rows = {(r["what"], r["variant"]): r for r in run(parts=("4096", "npu"))["rows"]}
     assert seen["exclude"] == {"4096/post/ops": "RuntimeError: illegal address"}
-    assert seen["groups"] == ["4096", "npu"]
+    assert seen["parts"] == ["4096", "npu"]
     assert rows["post", "ops"]["error"] == "RuntimeError: illegal address"
     assert {k for k, r in rows.items() if "median_us" in r} == {
         *((w, "ops") for w in ("pre", "fb", *FUSED, "npu_pre", "npu_fb")),
@@ -402,7 +406,7 @@ def test_json_has_words_for_nan() -> None:
 
 
 def test_table_of_a_cpu_run(result: report.Result) -> None:
-    text = report.table(result)
+    text = mhc.table(result)
     assert mhc.CPU_NOTICE in text
     assert "skipped: Liger: " in text
     assert "shape of record" in text
@@ -413,7 +417,7 @@ def test_table_of_a_cpu_run(result: report.Result) -> None:
 
 
 def test_table_of_an_h200_run_marks_every_bar(on_h200: report.Result) -> None:
-    lines = {tuple(c.strip() for c in x.split("|")[1:4]): x for x in report.table(on_h200).splitlines()}
+    lines = {tuple(c.strip() for c in x.split("|")[1:4]): x for x in mhc.table(on_h200).splitlines()}
     ops = lines["4096", "forward + backward", "mhc_inductor, ops"]
     assert "| 873 |" in ops
     assert "| 970 met | 850 **not met** | TileKernels 1747 met |" in ops
@@ -426,45 +430,45 @@ def test_table_of_an_h200_run_marks_every_bar(on_h200: report.Result) -> None:
 def test_a_bar_without_a_peer(on_h200: report.Result) -> None:
     row = next(r for r in on_h200["rows"] if (r["what"], r["variant"]) == ("post_pre", "ops"))
     assert row["met_bar"] and not row["met_goal"] and "not_slower_than_best_peer" not in row
-    line = next(x for x in report.table(on_h200).splitlines() if "post fused with pre" in x)
+    line = next(x for x in mhc.table(on_h200).splitlines() if "post fused with pre" in x)
     assert line.endswith("| 230 met | 190 **not met** |  |")
 
 
 def test_a_wrong_gradient_of_the_fused_op_is_seen() -> None:
-    i = peers.make_inputs((TOKENS,), 4, DIM, CPU, transpose_res=True)
-    p = fused.PostPre.make(i, torch.rand(TOKENS, 4), torch.rand(TOKENS, 4, 4))
-    got = ours.ops_post_pre_fb(p)
-    assert [k for k, e in fused.check(p, got).items() if not e["met"]] == []
+    i = mhc_cases.make_inputs((TOKENS,), 4, DIM, CPU, transpose_res=True)
+    p = mhc_cases.PostPre.make(i, torch.rand(TOKENS, 4), torch.rand(TOKENS, 4, 4))
+    got = mhc_calls.ops_post_pre_fb(p)
+    assert [k for k, e in mhc_cases.check_fused(p, got).items() if not e["met"]] == []
     got["dh_res"] = got["dh_res"].transpose(-1, -2)
     got["df"] = got["df"] * 1.01
-    assert {k for k, e in fused.check(p, got).items() if not e["met"]} == {"dh_res", "df"}
+    assert {k for k, e in mhc_cases.check_fused(p, got).items() if not e["met"]} == {"dh_res", "df"}
 
 
 @pytest.mark.parametrize("one", [True, False])
 def test_a_wrong_gradient_of_the_single_pass_is_seen(one: bool) -> None:
-    i = peers.make_inputs((TOKENS,), 4, DIM, CPU, transpose_res=True)
-    p = fused.PostPre.make(i, torch.rand(TOKENS, 4), torch.rand(TOKENS, 4, 4)).single_pass()
-    got = ours.ops_single_pass_fb(p, one)
-    bad = [k for k, e in fused.check(p, got).items() if not e["met"]]
+    i = mhc_cases.make_inputs((TOKENS,), 4, DIM, CPU, transpose_res=True)
+    p = mhc_cases.PostPre.make(i, torch.rand(TOKENS, 4), torch.rand(TOKENS, 4, 4)).single_pass()
+    got = mhc_calls.ops_single_pass_fb(p, one)
+    bad = [k for k, e in mhc_cases.check_fused(p, got).items() if not e["met"]]
     assert set(bad) <= (set() if one else {"dx", "df", "dh_post", "dh_res"}), "between parts the gradient is rounded"
     got["dh_pre"] = got["dh_pre"] * 1.001
     got["next_pre"] = got["next_post"]
-    assert {"dh_pre", "next_pre"} <= {k for k, e in fused.check(p, got).items() if not e["met"]}
+    assert {"dh_pre", "next_pre"} <= {k for k, e in mhc_cases.check_fused(p, got).items() if not e["met"]}
 
 
 def test_wrong_outputs_are_listed(result: report.Result) -> None:
     bad = copy.deepcopy(result)
     row = next(r for r in bad["rows"] if r["what"] == "fb" and r["variant"] == "ops")
     row["errors"]["dphi"]["met"] = False
-    assert report.wrong_outputs(result) == []
-    assert report.wrong_outputs(bad) == [f"fb ops at {TOKENS} tokens, D = {DIM}: dphi"]
-    assert f"- fb ops at {TOKENS} tokens" in report.table(bad)
+    assert mhc.wrong_outputs(result) == []
+    assert mhc.wrong_outputs(bad) == [f"fb ops at {TOKENS} tokens, D = {DIM}: dphi"]
+    assert f"- fb ops at {TOKENS} tokens" in mhc.table(bad)
 
 
 def test_peers_of_this_run_replace_separate_times(on_h200: report.Result) -> None:
-    found = {name: (source, us) for name, source, us, _ in report.bars(on_h200, "fb", 4096)}
-    assert found["Liger"] == (report.MEASURED, 5 * 970)
-    assert found["TileKernels"] == (report.SEPARATE, 1747)
+    found = {b.name: (b.separate, b.us) for b in mhc.bars(on_h200, "fb", 4096)}
+    assert found["Liger"] == (False, 5 * 970)
+    assert found["TileKernels"] == (True, 1747)
     assert next(iter(found)) == "mhc_inductor, ops"
 
 
@@ -472,7 +476,7 @@ def test_pictures(result: report.Result, on_h200: report.Result, tmp_path: pathl
     pytest.importorskip("matplotlib")
     for name, made in {"cpu": result, "h200": on_h200}.items():
         path = tmp_path / f"{name}.png"
-        report.plot(made, path)
+        mhc.plot(made, path)
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 10_000
 
@@ -495,9 +499,9 @@ def test_command_line(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "mhc-cpu-partial.json"  # a partial run never gets the file name of a full GPU run
     stored = json.loads(path.read_text())
     assert {r["dim"] for r in stored["rows"]} == {32}
-    assert path.with_suffix(".md").read_text() == report.table(stored)
+    assert path.with_suffix(".md").read_text() == mhc.table(stored)
     shown = CliRunner().invoke(cli.app, ["table", str(path)])
-    assert shown.output == report.table(stored)
+    assert shown.output == mhc.table(stored)
 
 
 def test_unknown_rows_are_refused(tmp_path: pathlib.Path) -> None:

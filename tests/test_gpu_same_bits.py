@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import mhc_inductor
-from benchmarks import ours, peers
-from benchmarks.fused import PostPre
+from benchmarks import mhc_calls as ours
+from benchmarks.mhc_cases import PostPre, make_inputs
 from mhc_inductor import index_topk, selection_attention
 from mhc_inductor.kernels.launch import batch_invariant
 from tests.reference_models_mhc import liger, parameters
@@ -31,7 +31,7 @@ def assert_first(few: Named, many: Named, tokens: int) -> None:
 
 def site(tokens: int = 600, dim: int = 2560, dtype: torch.dtype = torch.bfloat16) -> PostPre:
     torch.manual_seed(0)
-    i = peers.make_inputs((tokens,), 4, dim, torch.device("cuda"), dtype=dtype)
+    i = make_inputs((tokens,), 4, dim, torch.device("cuda"), dtype=dtype)
     out = ours.ops_pre(i)
     return PostPre.make(i, out["h_post"], out["h_res"]).single_pass()
 

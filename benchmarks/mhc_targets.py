@@ -9,32 +9,13 @@ multiply in fp32. Absolute times count only on such a GPU; on another device com
 
 from __future__ import annotations
 
-import dataclasses
+from .running import Target
 
 TOKENS = 8192
 N = 4
 FLOOR_BYTES_PER_US = 4.3e6
 """The bandwidth that floors assume: 4.3 TB/s, which a large copy reaches on an H200."""
 PEAK_BAR_MB = 500.0
-SEPARATELY = "measured separately, 2026-11-21"
-"""How peers' times are labelled that another run of ours measured: their authors published none of them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """Targets of a row in microseconds. ``peers``: times of others, in the order of the source."""
-
-    bar: float
-    goal: float
-    peers: dict[str, float]
-
-    @property
-    def best_peer(self) -> tuple[str, float] | None:
-        if not self.peers:
-            return None
-        name = min(self.peers, key=self.peers.__getitem__)
-        return name, self.peers[name]
-
 
 TE, TK, LIGER, COMPILE, EAGER = "TransformerEngine", "TileKernels", "Liger", "torch.compile", "eager"
 
