@@ -471,10 +471,7 @@ def many(
 
 
 @app.command("sparse_fill")
-def sparse_fill(
-    later: Later,
-    into: Into = RESULTS / "sparse_models.json",
-) -> None:
+def sparse_fill(later: Later, into: Into = RESULTS / "sparse_models.json") -> None:
     """Completes a run of sparse_models with the peers' rows that it had no time for. Measures nothing."""
     from . import sparse_models
 

@@ -112,12 +112,7 @@ def plain_sinkhorn(h_res: torch.Tensor, iters: int) -> torch.Tensor:
 
 
 def plain_coefficients(
-    x: torch.Tensor,
-    phi: torch.Tensor,
-    alpha: torch.Tensor,
-    bias: torch.Tensor,
-    gamma: torch.Tensor | None,
-    iters: int,
+    x: torch.Tensor, phi: torch.Tensor, alpha: torch.Tensor, bias: torch.Tensor, gamma: torch.Tensor | None, iters: int
 ) -> dict[str, torch.Tensor]:
     n = x.shape[-2]
     work = torch.float64 if x.dtype == torch.float64 else torch.float32

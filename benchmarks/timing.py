@@ -191,10 +191,7 @@ def copy_bandwidth(device: torch.device, flush: Callable[[], None], rounds: int)
     count = (1 << 29) if device.type == "cuda" else (1 << 22)
     src = torch.empty(count // 4, dtype=torch.int32, device=device).random_()
     dst, tiny = torch.empty_like(src), torch.zeros(1, device=device)
-    runs = {
-        "copy": Runnable(_copy(src, dst), device),
-        "empty": Runnable(lambda: tiny.add_(1.0), device),
-    }
+    runs = {"copy": Runnable(_copy(src, dst), device), "empty": Runnable(lambda: tiny.add_(1.0), device)}
     runs["copy"].run()
     if not torch.equal(src, dst):
         raise AssertionError("the copy is not what was copied")

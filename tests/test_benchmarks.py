@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from helpers_benchmarks import unlike
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
@@ -400,6 +401,10 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch)
 
 def test_json_has_words_for_nan() -> None:
     assert running.cleaned({"a": [math.nan, 1.0, (math.inf,)]}) == {"a": ["nan", 1.0, ["inf"]]}
+
+
+def test_a_run_has_the_fields_of_the_committed_result(result: report.Result) -> None:
+    assert unlike(result, "mhc", "memory") == {}
 
 
 # ---- tables and plots --------------------------------------------------------------------------------------

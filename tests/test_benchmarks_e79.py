@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from helpers_benchmarks import unlike
 from helpers_e79 import oracle
 from typer.testing import CliRunner
 
@@ -240,6 +241,11 @@ def test_a_chain_carries_the_states() -> None:
     want = e79_cases.forward(e79_cases.loop, long)
     torch.testing.assert_close(got[1], want["S"])
     torch.testing.assert_close(got[0], want["out"][-1:])
+
+
+def test_a_run_has_the_fields_of_the_committed_result(result: dict[str, Any]) -> None:
+    assert unlike(result, "e79", "memory", "cpu", "rollup") == {}
+    assert unlike(result, "e79-cpu", *e79.GPU_PARTS, "rows", "rollup") == {}
 
 
 # ---- tables and plots --------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from helpers_benchmarks import unlike
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
@@ -177,6 +178,10 @@ def test_a_spent_budget_leaves_peers_out(tmp_path: pathlib.Path) -> None:
     assert not found["complete"]
     assert {r["variant"] for r in found["rows"]} == {"ops", index_targets.TORCH_TOPK}
     assert len(found["skipped"]) == 2
+
+
+def test_a_run_has_the_fields_of_the_committed_result(result: dict[str, Any]) -> None:
+    assert unlike(result, "index", "memory") == {}
 
 
 # ---- tables

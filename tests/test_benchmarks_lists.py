@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from helpers_benchmarks import unlike
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
@@ -591,6 +592,10 @@ def test_what_is_compiled_side_by_side() -> None:
     assert not {"B", "D, torch.float16"} & every.keys()
     assert lists.jobs(("A",), ("speed",)).keys() == {"A"}
     assert lists.jobs(("A",), ("peers",)).keys() == {"A", "ranges, A"}
+
+
+def test_a_run_has_the_fields_of_the_committed_result(result: dict[str, Any]) -> None:
+    assert unlike(result, "lists", "memory") == {"peers": {"times_attn_gym"}}, "the committed run had no attn-gym at C"
 
 
 # ---- tables and plots

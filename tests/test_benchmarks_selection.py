@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from helpers_benchmarks import unlike
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
@@ -280,6 +281,12 @@ def test_a_parts_failure_is_recorded(tmp_path: pathlib.Path, monkeypatch: pytest
     found = run(tmp_path / "x.json", parts=("cpu", "errors"))
     assert found["skipped"]["errors"] == "RuntimeError: no such kernel" and not found["complete"]
     assert {r["what"] for r in found["cpu"] if "error" in r} == {"fb"}
+
+
+def test_a_run_has_the_fields_of_the_committed_result(result: dict[str, Any]) -> None:
+    assert unlike(result, "selection", "memory", "cpu", "cpu_dense", "cpu_errors") == {}
+    missing = ("rows", "crossing", "errors", "determinism", "memory", "layers", "union")
+    assert unlike(result, "selection-cpu", *missing) == {}
 
 
 # ---- tables and plots --------------------------------------------------------------------------------------
