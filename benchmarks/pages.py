@@ -6,6 +6,7 @@ A block begins with ``<!-- results: NAME -->`` and ends with ``<!-- end of resul
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import re
@@ -54,6 +55,12 @@ def _row(rows: Sequence[Row], **where: Any) -> Row:
     return found[0]
 
 
+def _time(rows: Sequence[Row], **where: Any) -> float | None:
+    """Returns the time in ms of the first timed row with these values, if there is one."""
+    of = (r["median_ms"] for r in rows if "median_ms" in r and all(r[k] == v for k, v in where.items()))
+    return next(of, None)
+
+
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -72,6 +79,11 @@ def _measured(result: dict[str, Any]) -> str:
     return f"{result['device']['name']}, torch {v['torch'].partition('+')[0]}, Triton {v['triton']}, {of}"
 
 
+def _block(headings: list[str], lines: list[list[str]], where: str, result: Row, more: str = "") -> str:
+    """Returns a table, and below it what it is of and the run that measured it."""
+    return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}.{more}"
+
+
 # ---- blocks
 
 
@@ -81,34 +93,32 @@ APART = "ops, one after the other"
 def _mhc(results: Results) -> str:
     result = results("mhc")
     lines = []
-    for what, name in (("pre", "`mhc_pre`"), ("post", "`mhc_post`"), ("fb", "both, with gradients")):
-        for dim in (4096, 7168) if what == "fb" else (4096,):
-            ours = _row(result["rows"], what=what, dim=dim, variant="ops")
-            peers = ours["measured_separately_us"]
-            compiled = [
-                r["median_us"] for r in result["rows"] if (r["what"], r["dim"], r["variant"]) == (what, dim, COMPILE)
-            ]
-            other = min((n for n in peers if n not in (COMPILE, EAGER)), key=peers.__getitem__)
-            cells = [_short(ours["median_us"]), _short(ours["floor_us"])]
-            cells += [
-                _short(compiled[0]) if compiled else f"{_short(peers[COMPILE])}\\*",
-                f"{other} {_short(peers[other])}\\*",
-            ]
-            lines.append([name, str(dim), *cells])
+    for what, name, dim in (
+        ("pre", "`mhc_pre`", 4096),
+        ("post", "`mhc_post`", 4096),
+        ("fb", "both, with gradients", 4096),
+        ("fb", "both, with gradients", 7168),
+    ):
+        of = {r["variant"]: r for r in result["rows"] if (r["what"], r["dim"]) == (what, dim)}
+        peers = of["ops"]["measured_separately_us"]
+        compiled = _short(of[COMPILE]["median_us"]) if COMPILE in of else f"{_short(peers[COMPILE])}\\*"
+        other = min((n for n in peers if n not in (COMPILE, EAGER)), key=peers.__getitem__)
+        times = [_short(of["ops"]["median_us"]), _short(of["ops"]["floor_us"]), compiled]
+        lines.append([name, str(dim), *times, f"{other} {_short(peers[other])}\\*"])
     lines += [_v41(result), _boundary(result)]
-    table = markdown(["mHC, µs", "D", "this package", "floor", "torch.compile", "fastest other"], lines)
+    headings = ["mHC, µs", "D", "this package", "floor", "torch.compile", "fastest other"]
     where = "8192 tokens, n = 4, bf16 streams, fp32 weights"
-    return f"{table}\n\n{where}. {_measured(result)}.\nFloor: every byte moved once at 4.3 TB/s."
+    return _block(headings, lines, where, result, "\nFloor: every byte moved once at 4.3 TB/s.")
 
 
-def _v41(result: dict[str, Any]) -> list[str]:
+def _v41(result: Row) -> list[str]:
     """Returns the row of single-pass mHC: its op between two sublayers, and the parts one after the other."""
     one, parts = (_row(result["rows"], what="single_pass", dim=4096, variant=v) for v in ("ops", APART))
     times = [_short(one["median_us"]), _short(one["floor_us"]), "", f"its parts {_short(parts['median_us'])}"]
     return ["V4.1: post, collapse, coefficients", "4096", *times]
 
 
-def _boundary(result: dict[str, Any]) -> list[str]:
+def _boundary(result: Row) -> list[str]:
     """Returns the row of one boundary between two sublayers in decoding, in a chain of launches."""
     of = [_row(result["decode"], what="post_pre", tokens=t, variant="ops, chain of 20") for t in (1, 64)]
     times, floors = (" / ".join(_short(r[k]) for r in of) for k in ("median_us", "floor_us"))
@@ -120,14 +130,11 @@ def _e79(results: Results) -> str:
     lines = []
     for n in (32, 64, 96, 128):
         rows = [_row(result["rows"], what=what, n=n, variant="ops") for what in ("fwd", "fb")]
-        cells = [_short(r["median_us"]) for r in rows] + [
-            f"{_short(r['measured_separately_us'][AUTHORS])}\\*" for r in rows
-        ]
-        lines.append([str(n), *cells])
+        others = [f"{_short(r['measured_separately_us'][AUTHORS])}\\*" for r in rows]
+        lines.append([str(n), *(_short(r["median_us"]) for r in rows), *others])
     headings = ["E79, µs a step: n", "forward", "with gradients", "authors' CUDA", "with gradients (wrong)"]
     first = result["rows"][0]
-    where = f"{first['B']} sequences of {first['T']} steps, fp32"
-    return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
+    return _block(headings, lines, f"{first['B']} sequences of {first['T']} steps, fp32", result)
 
 
 _SELECTION = {
@@ -139,40 +146,34 @@ _SELECTION = {
 }
 
 
-def _selection(results: Results) -> str:
-    return _selection_of(results, [*_SELECTION], [], "")
-
-
-def _selection_of_the_readme(results: Results) -> str:
-    """Returns selection attention without two of its sizes, a list of keys, and the loss of an indexer."""
-    lists, index = results("lists"), results("index")
-    name = index_targets.SHAPES[0].name
-    loss = next(r["median_ms"] for r in index["rows"] if _is_row(r, name, index_targets.LOSS, "ops"))
-    more = [
-        ["lists: 4096 queries, 2048 of 16384 keys, 128 heads", _cell(lists["rows"], case="B", variant="ops")],
-        [f"loss of an indexer, 8192 tokens, {name}, 2048 keys a query", _short(loss)],
-    ]
-    where = f"Lists (576 wide), loss: sources {sources_of(lists)}, {sources_of(index)}"
-    return _selection_of(results, ["c1", "2K", "decode"], [[*row, "", ""] for row in more], f"\n{where}.")
-
-
-def _selection_of(results: Results, cases: Sequence[str], more: list[list[str]], where_more: str) -> str:
+def _selection(
+    results: Results, cases: Sequence[str] = tuple(_SELECTION), more: Sequence[list[str]] = (), end: str = ""
+) -> str:
     result = results("selection")
     lines = []
     for case in cases:
         times = [_by_variant(result["rows"], case, what) for what in ("fwd", "fb")]
         cells = (" / ".join(_short(t[v]) for t in times if v in t) for v in ("ops", DENSE, FLA))
         lines.append([_SELECTION[case], *cells])
-    headings = [
-        "selection attention, ms: forward / with gradients",
-        "this package",
-        "dense, cuDNN",
-        "flash-linear-attention",
+    headings = ["selection attention, ms: forward / with gradients", "this package", "dense, cuDNN", FLA]
+    return _block(headings, [*lines, *more], "bf16, D = 128, 16 blocks of 64 keys a query", result, end)
+
+
+def _selection_of_the_readme(results: Results) -> str:
+    """Returns selection attention without two of its sizes, a list of keys, and the loss of an indexer."""
+    of_lists, of_index = results("lists"), results("index")
+    name = index_targets.SHAPES[0].name
+    loss = _short(_row(of_index["rows"], name=name, what=index_targets.LOSS, variant="ops")["median_ms"])
+    listed = _cell(of_lists["rows"], case="B", variant="ops")
+    more = [
+        ["lists: 4096 queries, 2048 of 16384 keys, 128 heads", listed, "", ""],
+        [f"loss of an indexer, 8192 tokens, {name}, 2048 keys a query", loss, "", ""],
     ]
-    where = "bf16, D = 128, 16 blocks of 64 keys a query"
-    return f"{markdown(headings, lines + more)}\n\n{where}. {_measured(result)}.{where_more}"
+    end = f"\nLists (576 wide), loss: sources {sources_of(of_lists)}, {sources_of(of_index)}."
+    return _selection(results, ("c1", "2K", "decode"), more, end)
 
 
+_FORMULA = index_targets.COMPILE
 NOT_MEASURED = "Not measured yet."
 
 
@@ -236,23 +237,15 @@ def _index(result: Row) -> str:
     lines = []
     for shape in index_targets.SHAPES:
         for what in (index_targets.SCORES, index_targets.BOTH, index_targets.LOSS):
-            if not any(_is_row(r, shape.name, what, "ops") for r in result["rows"]):
-                continue
-            times = [
-                next((r["median_ms"] for r in result["rows"] if _is_row(r, shape.name, what, variant)), None)
-                for variant in ("ops", index_targets.COMPILE)
-            ]
-            lines.append([shape.name, what, *("" if t is None else _short(t) for t in times)])
+            ours, compiled = (_time(result["rows"], name=shape.name, what=what, variant=v) for v in ("ops", _FORMULA))
+            if ours is not None:
+                lines.append([shape.name, what, _short(ours), "" if compiled is None else _short(compiled)])
     long = [r for r in result["memory"] if r["tokens"] == index_targets.LONG.tokens]
     memory = "".join(f"At S = T = {r['tokens']} a choice takes {_short(r['peak_above_mb'])} MB. " for r in long)
     shape = index_targets.SHAPES[0]
     where = f"S = T = {shape.tokens}, causal, bf16, D = {shape.dim}, topk {shape.topk}. {memory}\n{_measured(result)}."
     table = markdown(["index scores, ms", "", "this package", "torch.compile of the formula"], lines)
     return "\n\n".join([table, where, "[All figures](../../benchmarks/results/index.md)."])
-
-
-def _is_row(row: Row, name: str, what: str, variant: str) -> bool:
-    return (row["name"], row["what"], row["variant"]) == (name, what, variant) and "median_ms" in row
 
 
 def _deepseek(results: Results) -> str:
@@ -266,16 +259,9 @@ def _deepseek(results: Results) -> str:
         rows = [_row(result["rows"], part=part, variant=v) for v in (COMPILE, "mhc_inductor")]
         cells = [_short(r["median_ms"]) for r in rows] + [_short(r["compile_s"]) for r in rows]
         lines.append([name, *cells, " / ".join(f"{r['peak_gib']:.1f}" for r in rows)])
-    headings = [
-        "DeepSeek-V4 of transformers",
-        "torch.compile, ms",
-        "with this package, ms",
-        "compile, s",
-        "with, s",
-        "peak, GiB",
-    ]
+    headings = ["DeepSeek-V4 of transformers", "torch.compile, ms", "with this package, ms"]
     where = "4 layers, D = 2048, 4096 tokens, 155 M parameters, bf16"
-    return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
+    return _block([*headings, "compile, s", "with, s", "peak, GiB"], lines, where, result)
 
 
 _SPARSE = {
@@ -317,10 +303,6 @@ _OF_THE_README = (
 )
 
 
-def _sparse_models(results: Results) -> str:
-    return _models(results)
-
-
 def _single_pass(results: Results) -> str:
     """Returns the table of single-pass mHC: the fused op and its parts, with bars."""
     result = results("mhc")
@@ -329,8 +311,8 @@ def _single_pass(results: Results) -> str:
         fused, parts = (_row(result["rows"], what=what, dim=4096, variant=v) for v in ("ops", APART))
         figures = (fused["median_us"], parts["median_us"], fused["floor_us"], fused["bar_us"])
         lines.append([name, *map(_short, figures)])
-    table = markdown(["single pass, µs", "one op", "its parts", "floor", "bar"], lines)
-    return f"{table}\n\n8192 tokens, n = 4, D = 4096, bf16 streams, fp32 weights. {_measured(result)}."
+    where = "8192 tokens, n = 4, D = 4096, bf16 streams, fp32 weights"
+    return _block(["single pass, µs", "one op", "its parts", "floor", "bar"], lines, where, result)
 
 
 def _rule(results: Results) -> str:
@@ -341,8 +323,9 @@ def _rule(results: Results) -> str:
         [str(tokens), *(" / ".join(rows[tokens, v, what] for what in ("fwd", "fb")) for v in ("dense", "ops"))]
         for tokens in sorted({t for t, *_ in rows})
     ]
-    table = markdown(["tokens", "dense, ms: forward / with gradients", "lists, ms"], lines)
-    return f"{table}\n\nOne layer of DeepSeek-V3.2 from its latent, 32 heads, 2048 keys a query, bf16. {_measured(result)}."
+    headings = ["tokens", "dense, ms: forward / with gradients", "lists, ms"]
+    where = "One layer of DeepSeek-V3.2 from its latent, 32 heads, 2048 keys a query, bf16"
+    return _block(headings, lines, where, result)
 
 
 def _readme(results: Results) -> str:
@@ -400,19 +383,10 @@ def _families(results: Results) -> str:
     return markdown(["transformers 5.23", "attention", "indexers + sparse attentions", "of these routed"], lines)
 
 
-def _picture(name: str) -> Callable[[Results], str]:
-    """Returns the maker of an operator's picture."""
+def _picture(name: str, results: Results) -> str:
+    from . import pictures  # which reads the results as this module does
 
-    def make(results: Results) -> str:
-        from . import pictures  # which reads the results as this module does
-
-        return pictures.block(name, results)
-
-    return make
-
-
-def _imports(results: Results) -> str:
-    return f"```mermaid\n{diagram(ROOT)}\n```"
+    return pictures.block(name, results)
 
 
 BLOCKS: Mapping[str, Callable[[Results], str]] = {
@@ -423,14 +397,17 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "lists": _if_measured(_lists, "lists"),
     "index": _if_measured(_index, "index"),
     "deepseek_v4": _deepseek,
-    "sparse_models": _sparse_models,
+    "sparse_models": _models,
     "rule": _rule,
     "single_pass": _single_pass,
     "counts": _counts,
     "versions": _versions,
     "families": _families,
-    "imports": _imports,
-    **{f"picture-{name}": _picture(f"operator-{name}") for name in ("mhc", "e79", "selection", "index")},
+    "imports": lambda results: f"```mermaid\n{diagram(ROOT)}\n```",
+    **{
+        f"picture-{name}": functools.partial(_picture, f"operator-{name}")
+        for name in ("mhc", "e79", "selection", "index")
+    },
 }
 
 

@@ -399,6 +399,20 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch)
     }
 
 
+def test_parts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks what only a GPU's run adds, on a CPU that is taken for one: chains, memory, Liger's absence."""
+    monkeypatch.setattr(running, "peak_memory", lambda call, *_: {"peak_above_mb": float(len(call()))})
+    runner = mhc.Run(settings(peers=True, parts=("decode", "memory")), lambda _: None, lambda _: None)
+    runner.gpu = True
+    for part in ("decode", "memory"):
+        runner.part(part)
+    assert runner.result["skipped"].keys() <= {"Liger"}
+    ops = [r for r in runner.result["decode"] if r["variant"].startswith("ops")]
+    assert {r["variant"] for r in ops} == {"ops", f"ops, chain of {mhc.DECODE_CHAIN}"}
+    assert all(r["median_us"] > 0 and ("errors" in r) is (r["variant"] == "ops") for r in ops)
+    assert {r["variant"]: r["peak_above_mb"] > 0 for r in runner.result["memory"]} == {"ops": True, "eager": True}
+
+
 def test_json_has_words_for_nan() -> None:
     assert running.cleaned({"a": [math.nan, 1.0, (math.inf,)]}) == {"a": ["nan", 1.0, ["inf"]]}
 

@@ -234,6 +234,21 @@ def test_rolling_up_is_measured(tmp_path: pathlib.Path) -> None:
     assert 0 < row["pass_s"] < row["compile_s"] and row["nodes"] > 3 * 20
 
 
+def test_parts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks what only a GPU's run adds, on a CPU that is taken for one: chains, a sequence alone, memory."""
+    monkeypatch.setattr(running, "peak_memory", lambda call, *_: {"peak_above_mb": float(len(call()))})
+    runner = e79.Run(settings(), lambda _: None, lambda _: None)
+    runner.gpu = True
+    for part in ("decode", "determinism", "memory"):
+        runner.part(part)
+    assert runner.result["skipped"] == {}
+    chains = [r for r in runner.result["decode"] if r["variant"] == f"ops, chain of {e79.DECODE_CHAIN}"]
+    assert len(chains) == 2 and all(r["median_us"] > 0 and "errors" not in r for r in chains)
+    assert [d["check"] for d in runner.result["determinism"]] == ["two runs", "one sequence alone"]
+    assert all(d["met"] for d in runner.result["determinism"])
+    assert runner.result["memory"][0]["peak_above_mb"] == 6 and runner.result["memory"][0]["formula_mb"] > 0
+
+
 def test_a_chain_carries_the_states() -> None:
     case = e79_cases.make_case(4, 2, 1, CPU, states=True)
     got = e79_cases.chain(e79_cases.eager_scan(), case, e79.DECODE_CHAIN)()

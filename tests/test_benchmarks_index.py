@@ -184,6 +184,18 @@ def test_a_run_has_the_fields_of_the_committed_result(result: dict[str, Any]) ->
     assert unlike(result, "index", "memory") == {}
 
 
+def test_memory_of_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        running, "peak_memory", lambda call, *_: {"peak_above_mb": 600.0 + 0 * len(call()), "met_bar": True}
+    )
+    runner = index.Run(index.Settings(device="cpu", seed=4), lambda _: None, lambda _: None)
+    runner.gpu = True
+    runner.part("memory")
+    names = [r["name"] for r in runner.result["memory"]]
+    assert names == ["64 heads", "131072 tokens", "64 heads, loss with gradients"] and not runner.result["skipped"]
+    assert not any(r["met_goal"] for r in runner.result["memory"])
+
+
 # ---- tables
 
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import pathlib
+import pickle
 import sys
 from typing import Any
 
@@ -431,6 +432,16 @@ def test_a_peer_is_called_again_outside_the_handler(monkeypatch: pytest.MonkeyPa
         clock.runnable(variants.Variant("fwd", "ops", lambda: lambda: None), row)
 
 
+def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"peak_above_mb": 2.0, "outputs_mb": 1.0, "met_bar": True}
+    monkeypatch.setattr(running, "peak_memory", lambda call, *_: dict(found) if call() else None)
+    runner = lists.Run(lists.Settings(device="cpu", seed=4, shapes=("A", "decode")), lambda _: None, lambda _: None)
+    runner.gpu = True
+    runner.part("memory")
+    assert [(r["case"], r["what"]) for r in runner.result["memory"]] == [("A", "fwd"), ("A", "fb"), ("decode", "fwd")]
+    assert all(r["peak_above_mb"] == 2.0 and "met_bar" not in r for r in runner.result["memory"])
+
+
 # ---- runs that go on from others
 
 
@@ -589,7 +600,7 @@ def test_a_peers_wrong_output_is_named(on_h200: dict[str, Any]) -> None:
 def test_what_is_compiled_side_by_side() -> None:
     every = lists.jobs(("A", "decode"), lists.PARTS)
     assert {"A", "decode", "ranges, A", "crossing, D = 512", "A, torch.float16"} <= every.keys()
-    assert not {"B", "D, torch.float16"} & every.keys()
+    assert not {"B", "D, torch.float16"} & every.keys() and pickle.loads(pickle.dumps(every)) == every
     assert lists.jobs(("A",), ("speed",)).keys() == {"A"}
     assert lists.jobs(("A",), ("peers",)).keys() == {"A", "ranges, A"}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import pathlib
+import pickle
 import sys
 import types
 from typing import Any
@@ -287,6 +288,14 @@ def test_a_run_has_the_fields_of_the_committed_result(result: dict[str, Any]) ->
     assert unlike(result, "selection", "memory", "cpu", "cpu_dense", "cpu_errors") == {}
     missing = ("rows", "crossing", "errors", "determinism", "memory", "layers", "union")
     assert unlike(result, "selection-cpu", *missing) == {}
+
+
+def test_what_is_compiled_side_by_side() -> None:
+    """Checks that the jobs of a GPU's run reach another process."""
+    jobs = selection.JOBS | selection.FLA_JOBS
+    assert pickle.loads(pickle.dumps(jobs)) == jobs and {"c1", "decode", "fp16", "fla dkv"} <= jobs.keys()
+    runner = selection.Run(settings(), lambda _: None, lambda _: None)
+    assert runner.jobs().keys() == (jobs if runner.fla else selection.JOBS).keys()
 
 
 # ---- tables and plots --------------------------------------------------------------------------------------
