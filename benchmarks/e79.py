@@ -174,14 +174,7 @@ class Run(running.PartRun[Settings]):
             row: Row = {"variant": variant, "n": n, "B": batch, "T": steps, "bar_mb": targets.PEAK_BAR_MB}
             segment = segment_length(n, batch, steps)
             row |= {"segment": segment, "formula_mb": round(targets.stated_mb(n, batch, steps, segment), 2)}
-            self.result["memory"].append(row)
-            self.report(f"memory: {variant}")
-            try:
-                call = cases.call(self.scan(variant == "compiled"), case, "fb")
-                call()
-                row |= running.peak_memory(call, self.device, targets.PEAK_BAR_MB)
-            except Exception as e:
-                row["error"] = running.message(e)
+            self.peak(row, lambda v=variant: cases.call(self.scan(v == "compiled"), case, "fb"))
 
     def accuracy(self) -> None:
         """Measures the errors of out, S, M and each gradient against fp64: worst bias mode, every n, fp32 and bf16."""

@@ -217,17 +217,10 @@ class Run(running.PartRun[Settings]):
             every["compiled"] = calls.autograd_fb(True)
         for name, call in every.items():
             row: Row = {"variant": name, "tokens": tokens, "dim": dim, "bar_mb": targets.PEAK_BAR_MB}
-            self.result["memory"].append(row)
-            self.report(f"memory: {name}")
             i = self.inputs(tokens, dim)
-            try:
-                if name != "ops":
-                    for t in i.leaves():
-                        t.requires_grad_()
-                call(i)
-                row |= running.peak_memory(lambda call=call, i=i: call(i), self.device, targets.PEAK_BAR_MB)
-            except Exception as e:
-                row["error"] = running.message(e)
+            for t in i.leaves() if name != "ops" else ():
+                t.requires_grad_()
+            self.peak(row, lambda call=call, i=i: lambda: call(i))
 
     def accuracy(self) -> None:
         """Measures errors against fp64 next to the plain formula's."""

@@ -18,7 +18,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -83,18 +83,8 @@ class Settings:
         return device_of(self.device, gpu=not self.cpu_parts or not set(self.parts) <= set(self.cpu_parts))
 
 
-class AnySettings(Protocol):
-    """The settings that every run has."""
-
-    parts: tuple[str, ...]
-    rounds: int
-    seed: int | None
-    budget_s: float
-
-    def resolve(self) -> torch.device: ...
-
-
-S = TypeVar("S", bound=AnySettings)
+S = TypeVar("S")
+"""Settings: those above, or others with their ``parts``, ``rounds``, ``seed``, ``budget_s`` and ``resolve()``."""
 
 
 def device_of(name: str, gpu: bool = True) -> torch.device:
@@ -234,7 +224,7 @@ class PartRun(Generic[S]):
     small_on_cpu: ClassVar[bool] = False
     """Whether a CPU only tries the run out, with tiny shapes: its times say nothing at any."""
 
-    def __init__(self, settings: S, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
+    def __init__(self, settings: Any, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
         self.s, self.save, self.report = settings, save, report
         self.device = settings.resolve()
         if self.small_on_cpu and self.device.type != "cuda":
@@ -313,6 +303,17 @@ class PartRun(Generic[S]):
             self.result["skipped"][name] = message(e)
             self.whole = False
         self.tidy()
+
+    def peak(self, row: Row, build: Callable[[], Callable[[], Any]]) -> None:
+        """Adds to the result a row of the peak memory of a call's second time, or of its failure."""
+        self.result["memory"].append(row)
+        self.report(f"memory: {row['variant']}")
+        try:
+            call = build()
+            call()
+            row |= peak_memory(call, self.device, row["bar_mb"])
+        except Exception as e:
+            row["error"] = message(e)
 
     def tidy(self) -> None:
         free(self.device)

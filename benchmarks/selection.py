@@ -11,7 +11,7 @@ import math
 import pathlib
 import statistics
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,19 @@ class Run(attention.Run[Settings]):
 
     # ---- variants
 
+    def variants(self, case: Case, others: Sequence[str]) -> list[Variant]:
+        """Returns the op and other implementations, forward and with gradients, and then the op from blocks."""
+        found = []
+        for what in self.whats(case.shape):
+            found.append(self.ours(case, what))
+            for name in others:
+                if name == targets.FLA and self.s.peers and self.fla is not None and peers.fla_offers(case) is None:
+                    build = lambda w=what: peers.fla_selected(case, w)  # noqa: E731
+                    found.append(Variant(what, f"{name} {self.fla}", build, "selected branch alone"))
+                elif name in peers.MAKERS:
+                    found.append(self.peer(case, what, name, peers.MAKERS[name]))
+        return found + ([self.from_blocks(case)] if targets.BLOCKS in others else [])
+
     def from_blocks(self, case: Case) -> Variant:
         """Returns the forward from block indices; the same call makes the ranges from them."""
         shape, chosen = case.shape, case.blocks
@@ -92,14 +105,7 @@ class Run(attention.Run[Settings]):
             ranges = mhc_inductor.blocks_to_ranges(chosen, shape.block, shape.length)
             return cases.forward(dataclasses.replace(case, ranges=ranges))
 
-        return Variant("fwd", "ops, from block indices", lambda: call)
-
-    def dense(self, case: Case, what: str) -> Variant:
-        return self.peer(case, what, targets.DENSE, peers.dense)
-
-    def fla_selected(self, case: Case, what: str) -> Variant:
-        name, note = f"{targets.FLA} {self.fla}", "selected branch alone"
-        return Variant(what, name, lambda: peers.fla_selected(case, what), note)
+        return Variant("fwd", targets.BLOCKS, lambda: call)
 
     def whats(self, shape: Shape) -> tuple[str, ...]:
         return ("fwd",) if shape.decodes and not shape.tokens else ("fwd", "fb")
@@ -155,43 +161,17 @@ class Run(attention.Run[Settings]):
     # ---- parts
 
     def speed(self) -> None:
-        """Measures the shapes that have bars, a few thousand tokens, and single keys."""
-        for shape in map(self.sized, (targets.C1, targets.C2, targets.C3, targets.DECODE)):
-            for select in cases.SELECTS:
-                self.case(shape, select, with_dense=select == "corr", with_fla=select == "corr")
-        for shape in map(self.sized, targets.SHORT):
-            self.case(shape, "corr", with_dense=True)
-        for shape in map(self.sized, (targets.TOKENS, targets.TOKENS_DECODE)):
-            case = make_case(shape, "tokens", self.device)
-            self.next_to(case, targets.GATHER, peers.gather, "rows")
+        """Measures the shapes that have bars, a few thousand tokens, and single keys, next to other implementations."""
+        for shape, select, others in targets.SPEED:
+            case = make_case(self.sized(shape), select, self.device)
+            self.time(case, self.variants(case, others), self.result["rows"])
+            if select == "corr" and shape.name == targets.C1.name:
+                self.result["union"] = union_sizes(case)
         for r in self.result["rows"]:
             # A ratio within one run counts on any GPU.
             if "times_gather" in r and self.gpu and not self.s.small:
                 r["met_bar"] = r["times_gather"] >= 1.0
         self.save(self.result)
-
-    def next_to(self, case: Case, name: str, peer: Callable[[Case, str], attention.Call], rows: str) -> None:
-        """Measures the op next to one other implementation."""
-        variants = []
-        for what in self.whats(case.shape):
-            variants.append(self.ours(case, what))
-            variants.append(Variant(what, name, lambda w=what: peer(case, w)))
-        self.time(case, variants, self.result[rows])
-
-    def case(self, shape: Shape, select: str, *, with_dense: bool = False, with_fla: bool = False) -> None:
-        case = make_case(shape, select, self.device)
-        variants = []
-        for what in self.whats(shape):
-            variants.append(self.ours(case, what))
-            if with_dense:
-                variants.append(self.dense(case, what))
-            if with_fla and self.s.peers and self.fla is not None and peers.fla_offers(case) is None:
-                variants.append(self.fla_selected(case, what))
-        if with_fla:
-            variants.append(self.from_blocks(case))
-        self.time(case, variants, self.result["rows"])
-        if select == "corr" and shape.name == targets.C1.name:
-            self.result["union"] = union_sizes(case)
 
     def crossing(self) -> None:
         """Measures op and dense attention by length for both group sizes, to find where the op overtakes."""
@@ -206,8 +186,7 @@ class Run(attention.Run[Settings]):
                     self.result["skipped"][f"crossing at {shape.name}"] = running.SPENT
                 else:
                     case = make_case(shape, "corr", self.device)
-                    variants = [v for w in ("fwd", "fb") for v in (self.ours(case, w), self.dense(case, w))]
-                    self.time(case, variants, self.result["crossing"])
+                    self.time(case, self.variants(case, (targets.DENSE,)), self.result["crossing"])
         self.save(self.result)
 
     def errors(self) -> None:
@@ -276,7 +255,7 @@ class Run(attention.Run[Settings]):
         with running.threads(targets.CPU_THREADS):
             for shape in map(self.sized, targets.CPU_SHAPES):
                 case = make_case(shape, "corr", self.device, dtype=F32)
-                self.next_to(case, targets.MASKED, peers.masked, "cpu")
+                self.time(case, self.variants(case, (targets.MASKED,)), self.result["cpu"])
 
     def cpu_dense(self) -> None:
         """Measures the op next to dense causal SDPA by length on two threads, and errors against fp64."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import attention
+from . import selection_targets as targets
 from .attention import Call
 from .selection_cases import NAMES, Case, mask_of
 
@@ -91,7 +92,7 @@ def fla_selected(case: Case, what: str) -> Call:
 # ---- any selection
 
 
-def gather(case: Case, what: str) -> Call:
+def gather(case: Case, what: str) -> tuple[Call, str]:
     """Returns gather + SDPA for single keys: gathers rows of K and V per query and group, then attends to them."""
     B, S, G, h, D = case.q.shape
     length = case.shape.length
@@ -103,10 +104,10 @@ def gather(case: Case, what: str) -> Call:
         keys, values = (t.flatten(0, 2).index_select(0, rows).view(picked) for t in (k, v))
         return F.scaled_dot_product_attention(q.flatten(0, 1), keys, values).view(B, S, G, h, D)
 
-    return _call(attend, what, (case.q, case.k, case.v), case.dout)
+    return _call(attend, what, (case.q, case.k, case.v), case.dout), ""
 
 
-def masked(case: Case, what: str) -> Call:
+def masked(case: Case, what: str) -> tuple[Call, str]:
     """Returns SDPA over all keys with the selection as a boolean mask, which is made before timing."""
     h = case.shape.heads
     mask = mask_of(case.ranges, case.shape.length).transpose(1, 2).repeat_interleave(h, 1)
@@ -114,7 +115,11 @@ def masked(case: Case, what: str) -> Call:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
-    return _call(attend, what, (_heads(case.q), case.k, case.v), _heads(case.dout))
+    return _call(attend, what, (_heads(case.q), case.k, case.v), _heads(case.dout)), ""
+
+
+MAKERS = {targets.DENSE: dense, targets.GATHER: gather, targets.MASKED: masked}
+"""What makes a call of each other implementation and a note on how; flash-linear-attention is apart, by its version."""
 
 
 # ---- a CPU

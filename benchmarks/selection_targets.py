@@ -75,6 +75,18 @@ CROSSING_LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 CROSSING_HEADS = {16: 4, 4: 8}
 """Groups by query heads per group: 64 and 32 heads in all, as in c1 and c2."""
 
+BLOCKS = "ops, from block indices"
+SPEED: tuple[tuple[Shape, str, tuple[str, ...]], ...] = (
+    *(
+        (s, select, (DENSE, FLA, BLOCKS) if select == "corr" else ())
+        for s in (C1, C2, C3, DECODE)
+        for select in ("corr", "rand")
+    ),
+    *((s, "corr", (DENSE,)) for s in SHORT),
+    *((s, "tokens", (GATHER,)) for s in (TOKENS, TOKENS_DECODE)),
+)
+"""What is timed next to each other: a shape, its selection, and the implementations next to the op."""
+
 RAND_FACTOR = 1.35
 """The bar of "rand" as a multiple of the bar, which is stated for "corr"."""
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-MIN_ROUNDS = 20
 _WARM_CALLS = 3
 _LEAD = 16
 """Flushes before a round, about 1 ms on an H200: by the time the device reaches a call's first event, the host must have
