@@ -23,7 +23,7 @@ from helpers_benchmarks import unlike
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import accuracy, environment, mhc, mhc_calls, mhc_cases, report, running, timing, tritons
+from benchmarks import accuracy, environment, mhc, mhc_calls, mhc_cases, report, running, source_hash, timing, tritons
 from benchmarks import mhc_targets as targets
 
 pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests read
@@ -559,3 +559,15 @@ def test_two_tritons_are_compared_row_by_row(tmp_path: pathlib.Path) -> None:
     for name, changed in (("kernel", {"kernel_sources_sha256": "b"}), ("rows", {"rows": []})):
         with pytest.raises(ValueError, match=name):
             tritons.compare(older, _one_triton(tmp_path / name, "3.9.0", 1.0, **changed))
+
+
+# ---- size
+
+BUDGETS = {"**/*": 11_972, "mhc*": 1_203, "e79*": 736, "index*": 405, "selection*": 1_198, "lists*": 1_231}
+"""Lines that all of benchmarks/ and an operator's modules may have: what they have, so that they can only shrink."""
+
+
+@pytest.mark.parametrize("modules", BUDGETS)
+def test_benchmarks_do_not_grow(modules: str) -> None:
+    files = list((source_hash.ROOT / "benchmarks").glob(f"{modules}.py"))
+    assert files and sum(len(file.read_text().splitlines()) for file in files) <= BUDGETS[modules]
