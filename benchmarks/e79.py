@@ -23,7 +23,7 @@ from . import accuracy, report, running, timing
 from . import e79_cases as cases
 from . import e79_targets as targets
 from .e79_cases import Case, make_case
-from .report import Result, Row, Section, Table, figure, title, us, yes
+from .report import Result, Row, Section, Table, us, yes
 from .routing import summary, watched
 from .variants import CPU_ROUNDS, FixedClock, Variant, chained, measure
 
@@ -307,75 +307,53 @@ def time_compiled_loop(n: int, batch: int, steps: int, device: str, send: Any) -
 # ---- tables
 
 
-def _shape(row: Row) -> list[Any]:
-    return [row["n"], row["B"], row["T"]]
-
-
-def _what(row: Row) -> list[str]:
-    return [report.WHAT[row["what"]], title(row), *report.timed(row, us)]
-
-
-def _verdict(row: Row, key: str) -> str:
-    return f"{us(row.get(key + '_us'))} {yes(row.get('met_' + key))}".strip()
-
-
-def _speed(r: Row) -> list[Any]:
+def _apart(r: Row) -> list[Row]:
     peers = "; ".join(f"{name} {us(t)}" for name, t in r.get("measured_separately_us", {}).items())
-    note = f"compiled in {r['compile_s']:.0f} s" if "compile_s" in r else peers
-    return [*_shape(r), *_what(r), _verdict(r, "bar"), _verdict(r, "goal"), note]
+    return [r | {"apart": f"compiled in {r['compile_s']:.0f} s" if "compile_s" in r else peers}]
 
 
-def _memory(r: Row) -> list[Any]:
-    shown = [report.error(r), ""] if "error" in r else [f"{r['peak_above_mb']:.1f}", f"{r['bar_mb']:.0f}"]
-    return [r["variant"], *_shape(r), shown[0], figure(r.get("formula_mb"), ".1f"), shown[1], yes(r.get("met_bar"))]
-
-
-def _cpu(r: Row) -> list[Any]:
+def _speedup(r: Row) -> list[Row]:
     bar = f"{r['bar_speedup']:g} x {yes(r['met_bar'])}" if "bar_speedup" in r else ""
-    return [*_shape(r), *_what(r), f"{r['speedup']:.2f} x" if "speedup" in r else "", bar]
-
-
-def _rollup(r: Row) -> list[Any]:
-    routed = ", ".join(f"{count} {op}" for op, count in r["routed"].items()) or "nothing"
-    seconds = [f"{r[k]:.1f}" for k in ("compile_s", "dynamo_s", "pass_s", "loop_call_s")]
-    return [*_shape(r), f"{r['nodes']:,}", *seconds, routed, figure(r["worst_difference"], ".1g")]
+    return [r | {"of_loop": f"{r['speedup']:.2f} x" if "speedup" in r else "", "bar": bar}]
 
 
 def _plain(title: str) -> Table:
     headings = "n|B|T|dtype|bias||implementation|time, µs a step|quartiles"
-    return Table(title, headings, lambda r: [*_shape(r), r["dtype"], r["bias"], *_what(r)])
+    return Table(title, headings, "{n}|{B}|{T}|{dtype}|{bias}|{kind}|{title}|{us}|{us_quartiles}")
 
 
 _TIMES = "n|B|T||implementation|time, µs a step|quartiles"
+_CELLS = "{n}|{B}|{T}|{kind}|{title}|{us}|{us_quartiles}"
 TABLES: report.Makers = {
-    "rows": Table("Speed: fp32, zero initial states, fixed biases", f"{_TIMES}|bar|goal|{report.SEPARATELY}", _speed),
+    "rows": Table(
+        "Speed: fp32, zero initial states, fixed biases",
+        f"{_TIMES}|bar|goal|{report.SEPARATELY}",
+        f"{_CELLS}|{{us_bar}}|{{us_goal}}|{{apart}}",
+        _apart,
+    ),
     "batch": _plain(f"The batch: flat up to one sequence a multiprocessor ({targets.FLAT_UP_TO} on an H200)"),
     "further": _plain("Other dtypes and bias modes"),
     "decode": _plain("Decoding: one step from given states (a chain: mean of calls in one graph)"),
     "memory": Table(
         "Peak memory of forward + backward above inputs and outputs",
         "variant|n|B|T|MB|by the formula, MB|bar|",
-        _memory,
+        "{variant}|{n}|{B}|{T}|{peak}|{formula_mb:.1f}|{peak_bar}|{yes_bar}",
     ),
     "accuracy": Table(
         "Relative errors against fp64, the worst of every bias mode",
         "n|B|T|dtype|tensor|error|fp32 loop's|bar|worst bias|",
-        lambda r: [
-            *_shape(r),
-            r["dtype"],
-            r["tensor"],
-            *(figure(r[k], ".2g") for k in ("relative", "loop", "bar")),
-            r["bias"],
-            yes(r["met"]),
-        ],
+        "{n}|{B}|{T}|{dtype}|{tensor}|{relative:.2g}|{loop:.2g}|{bar:.2g}|{bias}|{yes}",
         report.each_error,
     ),
     "determinism": report.determinism("n x B x T"),
-    "cpu": Table(f"On a CPU, {targets.CPU_THREADS} threads", f"{_TIMES}|of the loop|bar", _cpu),
+    "cpu": Table(
+        f"On a CPU, {targets.CPU_THREADS} threads", f"{_TIMES}|of the loop|bar", _CELLS + "|{of_loop}|{bar}", _speedup
+    ),
     "rollup": Table(
         "A Python loop compiled with gradients, cold",
         "n|B|T|nodes|compile, s|of it Dynamo, s|the pass, s|a call of the loop, s|routed|largest difference",
-        _rollup,
+        "{n}|{B}|{T}|{nodes:,}|{compile_s:.1f}|{dynamo_s:.1f}|{pass_s:.1f}|{loop_call_s:.1f}|{ops}|{worst_difference:.1g}",
+        lambda r: [r | {"ops": ", ".join(f"{count} {op}" for op, count in r["routed"].items()) or "nothing"}],
     ),
 }
 

@@ -19,7 +19,7 @@ from . import index_cases as cases
 from . import index_targets as targets
 from .index_cases import Case, make_case
 from .index_targets import BOTH, COMPILE, LOSS, SCORES, TORCH_TOPK, Shape
-from .report import Result, Row, Table, figure, yes
+from .report import Result, Row, Table
 from .variants import Clock, Variant, measure
 
 PARTS = ("speed", "errors", "memory")
@@ -169,45 +169,37 @@ def first_queries(case: Case, count: int = 256) -> dict[str, torch.Tensor]:
 # ---- tables
 
 
-def _speed(r: Row) -> list[Any]:
-    beyond = f"{report.time(r['beyond_scores_us'])} beyond the scores alone" if "beyond_scores_us" in r else ""
-    times = [
-        *report.timed(r),
-        figure(r.get("tflops"), ".0f"),
-        *report.verdicts(r),
-        figure(r.get("times_compiled"), ".2f"),
+def _beyond(r: Row) -> list[Row]:
+    return [
+        r | {"also": f"{report.time(r['beyond_scores_us'])} beyond the scores alone"} if "beyond_scores_us" in r else r
     ]
-    return [r["name"], r["tokens"], r["dim"], r["topk"], r["what"], report.title(r), *times, report.note(r, beyond)]
 
 
-def _accuracy(r: Row) -> list[Any]:
-    wrong = r["wrongly_chosen"] if r["tensor"] == "scores" else None
-    figures = [figure(r[k]) for k in ("relative", "plain", "bar")]
-    return [r["name"], r["tensor"], r["queries"], *figures, wrong, yes(r["met"] and not wrong)]
-
-
-def _memory(r: Row) -> list[Any]:
-    figures = [figure(r[k], ".0f") for k in ("peak_above_mb", "bar_mb", "goal_mb")]
-    return [r["name"], r["tokens"], r["heads"], *figures, report.verdict(r), figure(r["seconds"])]
+def _each(row: Row) -> list[Row]:
+    """Returns a row for each tensor; the keys that are chosen are those of the scores."""
+    rows = [r | ({} if r["tensor"] == "scores" else {"wrongly_chosen": None}) for r in report.each_error(row)]
+    return [r | {"met": r["met"] and not r["wrongly_chosen"]} for r in rows]
 
 
 TABLES: report.Makers = {
     "rows": Table(
         "Speed: causal, bf16 q and k, fp32 w (TFLOP/s: of visible pairs)",
         "case|S = T|D|topk||implementation|time|quartiles|TFLOP/s|bar|goal||x torch.compile|note",
-        _speed,
+        "{name}|{tokens}|{dim}|{topk}|{what}|{title}|{time}|{quartiles}|{tflops:.0f}|{bar_us:time}|{goal_us:time}|{verdict}"
+        "|{times_compiled:.2f}|{note}",
+        _beyond,
     ),
     "errors": Table(
         "Scores and losses of sampled queries against fp64, and the keys chosen",
         "case||queries|error|the formula's in fp32|bar|keys wrongly chosen|",
-        _accuracy,
-        report.each_error,
+        "{name}|{tensor}|{queries}|{relative:.3g}|{plain:.3g}|{bar:.3g}|{wrongly_chosen}|{yes}",
+        _each,
     ),
     "determinism": report.TWO_RUNS,
     "memory": Table(
         "Peak memory of one choice or loss beyond inputs and outputs",
         "case|S = T|heads|peak, MB|bar|goal||seconds of one call",
-        _memory,
+        "{name}|{tokens}|{heads}|{peak_above_mb:.0f}|{bar_mb:.0f}|{goal_mb:.0f}|{verdict}|{seconds:.3g}",
     ),
 }
 

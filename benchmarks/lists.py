@@ -24,7 +24,7 @@ from . import lists_targets as targets
 from .attention import Named
 from .lists_cases import Case, make_case
 from .lists_targets import Shape
-from .report import Result, Row, Section, Table, figure
+from .report import Result, Row, Section, Table
 from .variants import Clock, Variant, measure
 
 PARTS = ("speed", "errors", "memory", "crossing", "peers")
@@ -319,28 +319,17 @@ def jobs(names: Sequence[str], parts: Sequence[str]) -> running.Jobs:
 # ---- tables
 
 
-def _sizes(row: Row) -> list[Any]:
-    queries = f"{row['B']} x {row['S']}" if row["B"] > 1 else row["S"]
-    widths = f"{row['Dk']} / {row['Dv']}" + (" in K" if row["shared"] else "")
-    return [row["case"], queries, row["S_kv"], row["h"], widths, row["n"], report.WHAT[row["what"]]]
-
-
-def _speed(r: Row) -> list[Any]:
-    times = [*report.timed(r), figure(r.get("tflops"), ".0f"), *report.verdicts(r)]
-    return [*_sizes(r), report.title(r), *times, report.note(r, r.get("published", ""))]
-
-
 def _wrong(row: Row) -> str:
     """Returns a note on outputs that are not those of the formula."""
     of = [name for name in ("o", "dq") if not float(row.get(f"{name}_error", 0)) < WRONG]
     return f"**wrong {', '.join(of)}**" if of else ""
 
 
-_SIZES = "case|S|S_kv|heads|Dk / Dv|n||"
+_SIZES, _CELLS = "case|S|S_kv|heads|Dk / Dv|n|", "{case}|{sequences}|{S_kv}|{h}|{Dk} / {Dv}{in_k}|{n}|{kind}"
 _PEERS = Table(
     f"Other implementations (x: how many times as long as {report.OURS} next to them)",
-    f"{_SIZES}implementation|time|quartiles|x|note",
-    lambda r: [*_sizes(r), report.title(r), *report.timed(r), figure(r["x"], ".2f"), report.note(r, _wrong(r))],
+    f"{_SIZES}|implementation|time|quartiles|x|note",
+    _CELLS + "|{title}|{time}|{quartiles}|{x:.2f}|{note}",
 )
 
 
@@ -350,7 +339,7 @@ def _peers(result: Result) -> Section:
     rows = []
     for r in result["peers"]:
         of = ours.get((r["case"], r["what"]), r)
-        rows.append(r | {"x": None if of is r else of.get(TIMES.get(r["variant"], ""))})
+        rows.append(r | {"x": None if of is r else of.get(TIMES.get(r["variant"], "")), "also": _wrong(r)})
     return _PEERS.section({"peers": rows}, "peers")
 
 
@@ -423,21 +412,22 @@ def crossing_section(result: Result) -> Section:
 TABLES: report.Makers = {
     "rows": Table(
         "Speed: uniform random causal keys, sorted",
-        f"{_SIZES}implementation|time|quartiles|TFLOP/s|bar|goal||note",
-        _speed,
+        f"{_SIZES}|implementation|time|quartiles|TFLOP/s|bar|goal||note",
+        _CELLS + "|{title}|{time}|{quartiles}|{tflops:.0f}|{bar_us:time}|{goal_us:time}|{verdict}|{note}",
+        lambda r: [r | {"also": r.get("published", "")}],
     ),
     "peers": _peers,
     "errors": Table(
         "Relative errors against fp64, and those of dense SDPA with a mask in the same dtype on the same lists",
         "case|compared|dtype|S|n|tensor|error|dense SDPA's|bar|",
-        lambda r: [r["case"], r["of"], r["dtype"], r["S"], r["n"], *report.errors(r)],
+        "{case}|{of}|{dtype}|{S}|{n}|" + report.ERROR,
         report.each_error,
     ),
     "determinism": report.TWO_RUNS,
     "memory": Table(
         "Peak memory beyond inputs and outputs",
-        f"{_SIZES}peak, MB|outputs, MB",
-        lambda r: [*_sizes(r), f"{r['peak_above_mb']:.0f}", f"{r['outputs_mb']:.0f}"],
+        f"{_SIZES}|peak, MB|outputs, MB",
+        _CELLS + "|{peak_above_mb:.0f}|{outputs_mb:.0f}",
     ),
     "crossing": crossing_section,
 }

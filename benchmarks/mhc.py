@@ -27,7 +27,7 @@ from . import mhc_cases as cases
 from . import mhc_targets as targets
 from .accuracy import equal_bits
 from .mhc_cases import Inputs, Named, make_inputs
-from .report import Result, Row, Table, figure, title, us, yes
+from .report import Result, Row, Table, us, yes
 from .variants import FixedClock, Variant, chained, measure
 
 DIMS = (2560, 4096, 7168)
@@ -413,26 +413,13 @@ NAMES = {
 }
 
 
-def _speed(r: Row) -> list[Any]:
-    line = [
-        r["dim"],
-        NAMES[r["what"]],
-        title(r),
-        *report.timed(r, us),
-        us(r["floor_us"]),
-        figure(r.get("ratio_to_floor"), ".2f"),
-    ]
+def _best(r: Row) -> list[Row]:
+    """Returns the row with its name and best peer; without its bars where they are not for it."""
+    r = r | {"name": NAMES[r["what"]]}
     if "median_us" not in r or not report.is_ours(r) or r.get("bar_us") is None:
-        return [*line, "", "", ""]
-    verdicts = [("bar", "met_bar"), ("goal", "met_goal"), ("best_peer", "not_slower_than_best_peer")]
-    cells = [f"{us(r[k + '_us'])} {yes(r.get(met))}".rstrip() for k, met in verdicts]
-    return [*line, *cells[:2], f"{r['best_peer']} {cells[2]}" if r["best_peer"] else ""]
-
-
-def _memory(r: Row) -> list[Any]:
-    if "error" in r:
-        return [r["variant"], r["dim"], report.error(r), "", ""]
-    return [r["variant"], r["dim"], f"{r['peak_above_mb']:.1f}", f"{r['bar_mb']:.0f}", yes(r["met_bar"])]
+        return [r | {"bar_us": None, "goal_us": None, "met_bar": None, "met_goal": None}]
+    best = f"{r['best_peer']} {us(r['best_peer_us'])} {yes(r.get('not_slower_than_best_peer'))}".rstrip()
+    return [r | {"best": best if r["best_peer"] else ""}]
 
 
 def _each(c: Row) -> list[Row]:
@@ -440,20 +427,15 @@ def _each(c: Row) -> list[Row]:
     kinds, rows = dict(c["errors"]), []
     plain = kinds.pop("plain formula", {})
     for kind, errors in kinds.items():
-        of = {"case": c["case"], "kind": kind}
+        of = {"case": c["case"], "kind_of": kind}
         if isinstance(errors.get("error"), str):
-            rows.append(of | errors)
-        else:
-            rows += [of | {"tensor": name, "plain": plain.get(name, {})} | e for name, e in errors.items()]
+            rows.append(of | {"tensor": report.error(errors)})
+            continue
+        for name, e in errors.items():
+            key, bar = ("absolute", "bar_absolute") if "absolute" in e else ("relative", "bar")
+            row = {"tensor": name, "found": f"{float(e[key]):.2g} {key}", "plain": plain.get(name, {}).get(key)}
+            rows.append(of | row | {"of_bar": e[bar], "met": e["met"]})
     return rows
-
-
-def _accuracy(r: Row) -> list[Any]:
-    if "tensor" not in r:
-        return [r["case"], r["kind"], report.error(r), "", "", "", ""]
-    key, bar = ("absolute", "bar_absolute") if "absolute" in r else ("relative", "bar")
-    figures = [f"{figure(r[key], '.2g')} {key}", figure(r["plain"].get(key), ".2g"), figure(r[bar], ".2g")]
-    return [r["case"], r["kind"], r["tensor"], *figures, yes(r["met"])]
 
 
 def _tokens(result: Result) -> str:
@@ -470,18 +452,21 @@ TABLES: report.Makers = {
     "rows": Table(
         lambda result: f"Speed: {_tokens(result)} tokens, n = 4, bf16 x, fp32 phi",
         "D||implementation|time, µs|quartiles|floor, µs|x floor|bar|goal|best peer",
-        _speed,
+        "{dim}|{name}|{title}|{us}|{us_quartiles}|{floor_us:us}|{ratio_to_floor:.2f}|{us_bar}|{us_goal}|{best}",
+        _best,
     ),
     "decode": Table(
-        _decoding,
-        "tokens||implementation|time, µs|floor, µs",
-        lambda r: [r["tokens"], r["what"], title(r), report.timed(r, us)[0], us(r["floor_us"])],
+        _decoding, "tokens||implementation|time, µs|floor, µs", "{tokens}|{what}|{title}|{us}|{floor_us:us}"
     ),
-    "memory": Table("Peak memory of forward + backward above inputs and outputs", "variant|D|MB|bar|", _memory),
+    "memory": Table(
+        "Peak memory of forward + backward above inputs and outputs",
+        "variant|D|MB|bar|",
+        "{variant}|{dim}|{peak}|{peak_bar}|{yes_bar}",
+    ),
     "accuracy": Table(
         "Errors against fp64 (bf16 outputs are held to one rounding, dx of pre and post to two)",
         "case||tensor|error|plain formula's|bar|",
-        _accuracy,
+        "{case}|{kind_of}|{tensor}|{found}|{plain:.2g}|{of_bar:.2g}|{yes}",
         _each,
     ),
     "determinism": report.determinism("shape"),

@@ -59,11 +59,6 @@ def time(value: float | None) -> str:
     return f"{us(value)} µs" if value < 1000 else f"{value / 1000:.3g} ms"
 
 
-def figure(value: Any, form: str = ".3g") -> str:
-    """Formats a number; NaN and infinity are stored as strings, and no number as None."""
-    return "" if value is None else format(float(value), form)
-
-
 def tokens(n: int) -> str:
     return f"{n // 1024}K" if n % 1024 == 0 else str(n)
 
@@ -77,10 +72,6 @@ def verdict(row: Row) -> str:
     if row.get("met_bar") is None:
         return ""
     return "goal met" if row["met_bar"] and row.get("met_goal") else yes(row["met_bar"])
-
-
-def verdicts(row: Row) -> list[str]:
-    return [time(row.get("bar_us")), time(row.get("goal_us")), verdict(row)]
 
 
 def error(row: Row) -> str:
@@ -105,14 +96,12 @@ def timed(row: Row, form: Callable[[float | None], str] = time) -> list[str]:
     return [form(row["median_us"]), f"{form(row['q1_us'])} to {form(row['q3_us'])}"]
 
 
-def note(row: Row, *more: str) -> str:
-    """Returns what is to be known of a row's time."""
-    if "median_us" not in row:
-        return "; ".join(filter(None, more))
+def note(row: Row) -> str:
+    """Returns what is to be known of a row's time, and what its table has ``also`` to say."""
     notes = [row.get("note", ""), "called, not replayed" if row.get("captured") is False else ""]
     notes.append("" if row.get("finite", True) else "**not finite**")
     notes.append(f"**not checked**: {error(row)}" if "error" in row else "")
-    return "; ".join(filter(None, (*notes, *more)))
+    return "; ".join(filter(None, (*(notes if "median_us" in row else ()), row.get("also", ""))))
 
 
 def each_error(row: Row) -> list[Row]:
@@ -120,43 +109,83 @@ def each_error(row: Row) -> list[Row]:
     return [{k: v for k, v in row.items() if k != "errors"} | {"tensor": k} | e for k, e in row["errors"].items()]
 
 
-def errors(row: Row) -> list[str]:
-    """Returns the tensor of a row, its error, dense SDPA's, the bar, and whether it is met."""
-    return [row["tensor"], *(figure(row.get(k)) for k in ("relative", "dense", "bar")), yes(row.get("met"))]
+def _verdict_us(row: Row, key: str) -> str:
+    return f"{us(row.get(f'{key}_us'))} {yes(row.get(f'met_{key}'))}".strip()
 
 
-def differing(row: Row) -> list[str]:
-    return [", ".join(row["differ"]) or "none", yes(row["met"])]
-
+FIELDS: dict[str, Callable[[Row], str]] = {
+    "kind": lambda r: WHAT[r["what"]],
+    "title": title,
+    "time": lambda r: timed(r)[0],
+    "quartiles": lambda r: timed(r)[1],
+    "us": lambda r: timed(r, us)[0],
+    "us_quartiles": lambda r: timed(r, us)[1],
+    "us_bar": lambda r: _verdict_us(r, "bar"),
+    "us_goal": lambda r: _verdict_us(r, "goal"),
+    "verdict": verdict,
+    "yes": lambda r: yes(r.get("met")),
+    "yes_bar": lambda r: yes(r.get("met_bar")),
+    "note": note,
+    "peak": lambda r: error(r) if "error" in r else f"{r['peak_above_mb']:.1f}",
+    "peak_bar": lambda r: "" if "error" in r else f"{r['bar_mb']:.0f}",
+    "sequences": lambda r: f"{r['B']} x {r['S']}" if r["B"] > 1 else str(r["S"]),
+    "in_k": lambda r: " in K" if r["shared"] else "",
+    "differ": lambda r: ", ".join(r["differ"]) or "none",
+    "sizes": lambda r: "x".join(map(str, r["shape"])),
+}
+"""What a cell may say of a row, in addition to the row's own fields."""
 
 # ---- tables
 
 
+class _Value:
+    """A value in a cell: nothing if there is none; ``us`` and ``time`` are formats of times in microseconds."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __format__(self, form: str) -> str:
+        if form in ("us", "time"):
+            return us(self.value) if form == "us" else time(self.value)
+        if self.value is None or not form:
+            return "" if self.value is None else str(self.value)
+        return format(float(self.value) if isinstance(self.value, str) else self.value, form)  # "nan", "inf"
+
+
+@dataclasses.dataclass
+class _Fields:
+    row: Row
+
+    def __getitem__(self, key: str) -> _Value:
+        return _Value(FIELDS[key](self.row) if key in FIELDS else self.row.get(key))
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of a list of rows: its title, its headings with | between them, the cells of a row.
+    """A table of a list of rows: its title, its headings and its cells, with | between them.
 
-    ``each`` returns the rows that one row of the list stands for.
+    A cell is a format string of the fields of a row. ``each`` returns the rows that one row of the list stands for.
     """
 
     title: str | Callable[[Result], str]
     headings: str
-    cells: Callable[[Row], Sequence[Any]]
+    cells: str
     each: Callable[[Row], list[Row]] = lambda row: [row]
 
     def section(self, result: Result, part: str) -> Section:
-        rows = [self.cells(r) for row in result[part] for r in self.each(row)]
-        cells = [["" if c is None else str(c) for c in row] for row in rows]
+        rows = [_Fields(r) for row in result[part] for r in self.each(row)]
+        cells = [[cell.format_map(r) for cell in self.cells.split("|")] for r in rows]
         return self.title(result) if callable(self.title) else self.title, self.headings.split("|"), cells
 
 
 def determinism(sizes: str) -> Table:
     """Returns the table of checks for equal bits."""
-    headings = f"check|{sizes}|tensors that differ|"
-    return Table("Equal bits", headings, lambda r: [r["check"], "x".join(map(str, r["shape"])), *differing(r)])
+    return Table("Equal bits", f"check|{sizes}|tensors that differ|", "{check}|{sizes}|{differ}|{yes}")
 
 
-TWO_RUNS = Table("Equal bits in two runs", "case|tensors that differ|", lambda r: [r["case"], *differing(r)])
+TWO_RUNS = Table("Equal bits in two runs", "case|tensors that differ|", "{case}|{differ}|{yes}")
+ERROR = "{tensor}|{relative:.3g}|{dense:.3g}|{bar:.3g}|{yes}"
+"""Cells of an error next to that of dense attention."""
 
 
 def markdown(headings: list[str], rows: list[list[str]]) -> str:

@@ -23,7 +23,7 @@ from . import selection_cases as cases
 from . import selection_peers as peers
 from . import selection_targets as targets
 from .attention import Named
-from .report import Result, Row, Section, Table, figure, yes
+from .report import Result, Row, Section, Table
 from .selection_cases import Case, make_case
 from .selection_targets import Shape
 from .variants import Clock, Variant, measure
@@ -373,20 +373,9 @@ FLA_JOBS: running.Jobs = {
 # ---- tables
 
 
-def _shape(row: Row) -> list[Any]:
-    size = f"{row['B']} x {row['S']}" if row["B"] > 1 else row["S"]
-    return [row["case"], row["select"], size, row["S_kv"], f"{row['G']} x {row['h']}", report.WHAT[row["what"]]]
-
-
-def _ratio(row: Row, key: str) -> str:
-    return figure(row.get(key), ".2f")
-
-
-def _speed(r: Row) -> list[Any]:
+def _apart(r: Row) -> list[Row]:
     separate = "; ".join(f"{name} {report.time(us)}" for name, us in r.get("measured_separately_us", {}).items())
-    note = report.note(r, separate and f"{report.SEPARATELY}: {separate}")
-    others = [_ratio(r, k) for k in ("times_dense", "times_fla", "times_gather")]
-    return [*_shape(r), report.title(r), *report.timed(r), *report.verdicts(r), *others, note]
+    return [r | {"also": separate and f"{report.SEPARATELY}: {separate}"}]
 
 
 def _crossing(result: Result) -> Section:
@@ -395,7 +384,11 @@ def _crossing(result: Result) -> Section:
         if report.is_ours(r):
             same = (d for d in result["crossing"] if all(d[k] == r[k] for k in ("S", "h", "what")))
             dense = next((d for d in same if d["variant"] == targets.DENSE), {})
-            times = [report.timed(r)[0], report.time(dense.get("median_us")), _ratio(r, "times_dense")]
+            times = [
+                report.timed(r)[0],
+                report.time(dense.get("median_us")),
+                f"{r['times_dense']:.2f}" if "times_dense" in r else "",
+            ]
             rows.append([str(r["S"]), str(r["h"]), report.WHAT[r["what"]], *times])
     rows.sort(key=lambda row: (row[2], int(row[1]), int(row[0])))
     headings = ["tokens", "heads a group", "", report.OURS, targets.DENSE, "x dense"]
@@ -403,40 +396,20 @@ def _crossing(result: Result) -> Section:
 
 
 def _errors(title: str) -> Table:
-    return Table(
-        title,
-        "case|selection|dtype|logits' std|queries|tensor|error|dense SDPA's|bar|",
-        lambda r: [r["case"], r["select"], r["dtype"], f"{r['logits_std']:g}", r["queries"], *report.errors(r)],
-        report.each_error,
-    )
-
-
-def _memory(r: Row) -> list[Any]:
-    figures = [f"{r['peak_mb']:.0f}", f"{r['tensors_mb']:.0f}", f"{r['ratio']:.3f}", f"{r['bar']:g}"]
-    return [r["case"], *figures, yes(r["met"])]
-
-
-def _layer(r: Row) -> list[Any]:
-    sizes = [r["tokens"], r["dim"], f"{r['heads']} in {r['groups']}"]
-    return [*sizes, r["variant"], r["what"], *report.timed(r), figure(r.get("peak_above_mb"), ".0f")]
-
-
-def _cpu(r: Row) -> list[Any]:
-    times = [*report.timed(r), _ratio(r, "times_masked"), report.note(r)]
-    return [*_shape(r), r["D"], r["dtype"], report.title(r), *times]
-
-
-def _cpu_dense(r: Row) -> list[Any]:
-    sizes = [r["case"], r["S"], f"{r['G']} x {r['h']}", r["D"], r["dtype"], report.WHAT[r["what"]], r["select"]]
-    return [*sizes, report.title(r), *report.timed(r), _ratio(r, "times_dense"), figure(r.get("o_error"), ".1e")]
+    headings = "case|selection|dtype|logits' std|queries|tensor|error|dense SDPA's|bar|"
+    cells = "{case}|{select}|{dtype}|{logits_std:g}|{queries}|" + report.ERROR
+    return Table(title, headings, cells, report.each_error)
 
 
 _THREADS = f"{targets.CPU_THREADS} threads"
+_SIZES, _CELLS = "case|selection|S|S_kv|G x h|", "{case}|{select}|{sequences}|{S_kv}|{G} x {h}|{kind}"
 TABLES: report.Makers = {
     "rows": Table(
         "Speed: bf16, D = 128 (x dense: how many times faster than dense attention of the same run)",
-        "case|selection|S|S_kv|G x h||implementation|time|quartiles|bar|goal||x dense|x fla|x gather|note",
-        _speed,
+        f"{_SIZES}|implementation|time|quartiles|bar|goal||x dense|x fla|x gather|note",
+        _CELLS + "|{title}|{time}|{quartiles}|{bar_us:time}|{goal_us:time}|{verdict}"
+        "|{times_dense:.2f}|{times_fla:.2f}|{times_gather:.2f}|{note}",
+        _apart,
     ),
     "crossing": _crossing,
     "errors": _errors(
@@ -446,22 +419,22 @@ TABLES: report.Makers = {
     "memory": Table(
         "Peak memory of a training step, its inputs included",
         "case|peak, MB|Q, K, V, O and gradients, MB|ratio|bar|",
-        _memory,
+        "{case}|{peak_mb:.0f}|{tensors_mb:.0f}|{ratio:.3f}|{bar:g}|{yes}",
     ),
     "layers": Table(
         "A whole layer, projections included, eager: D = 128, 16 blocks of 64, window 512",
         "tokens|width|heads|layer||time|quartiles|peak above inputs and outputs, MB",
-        _layer,
+        "{tokens}|{dim}|{heads} in {groups}|{variant}|{what}|{time}|{quartiles}|{peak_above_mb:.0f}",
     ),
     "cpu": Table(
         f"On a CPU, {_THREADS}",
-        "case|selection|S|S_kv|G x h||D|dtype|implementation|time|quartiles|x masked|note",
-        _cpu,
+        f"{_SIZES}|D|dtype|implementation|time|quartiles|x masked|note",
+        _CELLS + "|{D}|{dtype}|{title}|{time}|{quartiles}|{times_masked:.2f}|{note}",
     ),
     "cpu_dense": Table(
         f"On a CPU next to dense attention, {_THREADS} (x dense: the median of the rounds' ratios)",
         "case|tokens|G x h|D|dtype||selection|implementation|time|quartiles|x dense|error of o",
-        _cpu_dense,
+        "{case}|{S}|{G} x {h}|{D}|{dtype}|{kind}|{select}|{title}|{time}|{quartiles}|{times_dense:.2f}|{o_error:.1e}",
     ),
     "cpu_errors": _errors(
         "Relative errors against fp64 on a CPU, and those of dense SDPA with a mask in the same dtype"
