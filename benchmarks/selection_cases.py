@@ -103,18 +103,22 @@ def _top(score: Tensor, count: int) -> Tensor:
     return torch.where(best < 0, -1, at)
 
 
+def _one_of_each_part(shape: Shape, device: torch.device) -> Tensor:
+    """Returns a random causal key of each of ``tokens`` equal parts of a query's keys, ascending, ``[B, S, G, tokens]``."""
+    reach, i = positions(shape, device)[:, None] + 1, torch.arange(shape.tokens, device=device)
+    low, high = i * reach // shape.tokens, (i + 1) * reach // shape.tokens
+    low, width = low[None, :, None], (high - low).clamp(min=1)[None, :, None]
+    draw = torch.rand((shape.batch, shape.queries, shape.groups, shape.tokens), device=device)
+    return low + torch.minimum((draw * width).long(), width - 1)
+
+
 def tokens(shape: Shape, device: torch.device) -> Tensor:
     """Returns distinct causal keys, unordered, int32 ``[B, S, G, tokens]``; ValueError if a query has too few."""
-    reach = positions(shape, device)[:, None] + 1
-    if int(reach[0]) < shape.tokens:
-        raise ValueError(f"{shape.name}: the first query has {int(reach[0])} keys, fewer than {shape.tokens}")
-    i = torch.arange(shape.tokens, device=device)
-    low, high = i * reach // shape.tokens, (i + 1) * reach // shape.tokens
-    size = (shape.batch, shape.queries, shape.groups, shape.tokens)
-    draw = torch.rand(size, device=device)
-    low, width = low[None, :, None], (high - low)[None, :, None]
-    at = low + torch.minimum((draw * width).long(), width - 1)
-    return at.gather(-1, torch.rand(size, device=device).argsort(-1)).int()
+    reach = shape.length - shape.queries + 1
+    if reach < shape.tokens:
+        raise ValueError(f"{shape.name}: the first query has {reach} keys, fewer than {shape.tokens}")
+    at = _one_of_each_part(shape, device)
+    return at.gather(-1, torch.rand(at.shape, device=device).argsort(-1)).int()
 
 
 # ---- inputs
@@ -152,12 +156,7 @@ def make_case(
 
 def single_keys(shape: Shape) -> Tensor:
     """Returns ascending ranges of single causal keys, int32 ``[B, S, G, tokens, 2]``; all keys where there are fewer."""
-    reach = positions(shape, torch.device("cpu"))[:, None] + 1
-    i = torch.arange(shape.tokens)
-    low, high = i * reach // shape.tokens, (i + 1) * reach // shape.tokens
-    low, width = low[None, :, None], (high - low).clamp(min=1)[None, :, None]
-    draw = torch.rand((shape.batch, shape.queries, shape.groups, shape.tokens))
-    at = (low + torch.minimum((draw * width).long(), width - 1)).int()
+    at = _one_of_each_part(shape, torch.device("cpu")).int()
     return torch.stack((at, at + 1), -1)
 
 
