@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels and their launch plans, one package per operator."""
+"""Triton kernels and their launch plans, one package per operator, and what runs on a CPU in their place."""
 
-COMPILED = {"enable_fp_fusion": True}
-"""Options of every compilation of a kernel: Triton 3.10 fuses products and sums only if asked, which changes bits."""
+from mhc_inductor.compat import COMPILED as COMPILED

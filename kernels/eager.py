@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -113,11 +112,3 @@ def compile_in_background(name: str, args: Sequence[Any], device: torch.device) 
         return
     for launch in recorder.launches:
         background.start(launch, device)
-
-
-def register() -> None:
-    """Registers every op's CUDA implementation. Called once, by ``import mhc_inductor``."""
-    from mhc_inductor.ops import registry
-
-    for name in OPS:
-        registry.implement(name, functools.partial(run, name, registry.REFERENCE[name]), "CUDA")

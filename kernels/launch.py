@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from mhc_inductor.compat import matmul_precision
+
 from . import COMPILED, background
-from .dtypes import matmul_precision
 
 _here = threading.local()
 

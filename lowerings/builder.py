@@ -10,9 +10,7 @@ import sympy
 import torch
 
 from mhc_inductor import compat
-from mhc_inductor.kernels.dtypes import matmul_precision
 from mhc_inductor.kernels.launch import DeviceProps, device_props
-from mhc_inductor.passes import batch_invariant
 
 
 class LoweringBuilder:
@@ -36,12 +34,12 @@ class LoweringBuilder:
     def precision(self) -> str:
         """Returns torch's float32 matmul precision."""
         # It is part of Inductor's cache key and of Dynamo's guards.
-        return matmul_precision()
+        return compat.matmul_precision()
 
     @property
     def deterministic(self) -> bool:
         """Returns whether torch's deterministic algorithms are on, or the option ``batch_invariant`` is."""
-        return torch.are_deterministic_algorithms_enabled() or batch_invariant()
+        return torch.are_deterministic_algorithms_enabled() or compat.batch_invariant()
 
     def device_props(self) -> DeviceProps:
         """Returns what plans may ask about the device."""

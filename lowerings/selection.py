@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from mhc_inductor import compat
-from mhc_inductor.ops import selection_cpu, selection_lists_cpu, selection_masks_cpu
+from mhc_inductor.kernels.cpu import selection, selection_lists, selection_masks
 from mhc_inductor.reference import selection_entries
 
 from . import common
@@ -55,13 +55,13 @@ def _packaged_entries(*args: Any) -> Any:
 
 def register() -> None:
     """Registers all lowerings. Called once, when the first graph is compiled."""
-    common.register("selection_attention", selection_cpu.fused_attention)
-    common.register("selection_attention_backward", selection_cpu.fused_attention_backward)
-    common.register("selection_list_attention", selection_lists_cpu.fused_attention, _runs_gluon)
+    common.register("selection_attention", selection.fused_attention)
+    common.register("selection_attention_backward", selection.fused_attention_backward)
+    common.register("selection_list_attention", selection_lists.fused_attention, _runs_gluon)
     common.register(
-        "selection_list_attention_backward", selection_lists_cpu.fused_attention_backward, _backward_calls_op, ("dout",)
+        "selection_list_attention_backward", selection_lists.fused_attention_backward, _backward_calls_op, ("dout",)
     )
     common.register("selection_entry_attention", _packaged_entries, _runs_gluon)
     common.register("selection_entry_attention_backward", None, _backward_calls_op, ("dout",))
-    common.register("selection_mask_attention", selection_masks_cpu.fused_attention)
-    common.register("selection_mask_attention_backward", selection_masks_cpu.fused_attention_backward)
+    common.register("selection_mask_attention", selection_masks.fused_attention)
+    common.register("selection_mask_attention_backward", selection_masks.fused_attention_backward)

@@ -48,16 +48,15 @@ from mhc_inductor.api import (  # noqa: E402
     ops_to_save,
     selection_attention,
 )
-from mhc_inductor.api.export import decompositions, route_exported  # noqa: E402
-from mhc_inductor.api.warmup import warmup  # noqa: E402
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
 from mhc_inductor.explanation import explain  # noqa: E402
+from mhc_inductor.exported.api import decompositions, route_exported  # noqa: E402
 from mhc_inductor.integrations.attention_interface import register_attention  # noqa: E402
-from mhc_inductor.kernels import eager as _eager  # noqa: E402
-from mhc_inductor.ops.segments import ANY_SEGMENT  # noqa: E402
 from mhc_inductor.profiling import OpCounts, count_ops, op_scopes  # noqa: E402
+from mhc_inductor.reference.segments import ANY_SEGMENT  # noqa: E402
 from mhc_inductor.replay.run import checkpointed_indices, recorded_indices, replayed_indices  # noqa: E402
 from mhc_inductor.replay.store import IndexStore  # noqa: E402
+from mhc_inductor.warming.warmup import warmup  # noqa: E402
 
 if TYPE_CHECKING:
     from mhc_inductor import distributed, nn
@@ -105,5 +104,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'mhc_inductor' has no attribute {name!r}")
 
 
-_eager.register()
 versions.warn()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mhc_inductor import compat
+from mhc_inductor.ops import registry
 from mhc_inductor.options import DEFAULT, RoutingOptions, parse
 from mhc_inductor.scope import Change, calling_ops, calls_ops, replace
 
@@ -57,6 +58,9 @@ def prepare() -> None:
                 _registered = True
     # Does nothing for torch._inductor.compile on a graph without Dynamo: there enable() adds the passes.
     compat.backend.compile_backend_inside(_stamped)
+
+
+registry.BEFORE_TRACE.append(prepare)
 
 
 def _patches(config_patches: Mapping[str, Any] | None, invariant: bool) -> dict[str, Any]:

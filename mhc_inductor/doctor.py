@@ -163,7 +163,7 @@ def _state() -> dict[str, str]:
     state["kernels that cannot be loaded"] = "; ".join(unloadable()) or "none"
     state["tuned configurations"] = str(importlib.import_module("mhc_inductor.tuning").found())
     state["cache fingerprint"] = _fingerprint()
-    state["float32 matmul precision"] = importlib.import_module("mhc_inductor.kernels.dtypes").matmul_precision()
+    state["float32 matmul precision"] = importlib.import_module("mhc_inductor.compat").matmul_precision()
     return state
 
 
@@ -188,6 +188,7 @@ def _problem(module: str) -> str | None:
 
 def _fingerprint() -> str:
     try:
+        importlib.import_module("mhc_inductor.tuning")  # its table is a part of it
         value = importlib.import_module("mhc_inductor.fingerprint").fingerprint()
     except Exception as error:  # reported, because nothing can be compiled without it
         return f"cannot be computed: {error}"

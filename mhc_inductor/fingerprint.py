@@ -6,29 +6,30 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import pathlib
+from collections.abc import Callable
 
 import torch
+
+PARTS: list[Callable[[], str]] = []
+"""What else decides the generated code: each returns a digest, empty for nothing. The tuned configurations are one."""
 
 
 def _folders() -> list[tuple[str, pathlib.Path]]:
     """Returns name and path of each folder with sources of this package."""
-    import mhc_inductor.kernels
-    import mhc_inductor.lowerings
-
-    package = pathlib.Path(__file__).resolve().parent
-    kernels, lowerings = (
-        pathlib.Path(next(iter(m.__path__))).resolve() for m in (mhc_inductor.kernels, mhc_inductor.lowerings)
-    )
-    return [("mhc_inductor", package), ("kernels", kernels), ("lowerings", lowerings)]
+    folders = [("mhc_inductor", pathlib.Path(__file__).resolve().parent)]
+    for name in ("kernels", "lowerings"):  # elsewhere in a checkout
+        spec = importlib.util.find_spec(f"mhc_inductor.{name}")
+        assert spec is not None and spec.origin is not None
+        folders.append((name, pathlib.Path(spec.origin).resolve().parent))
+    return folders
 
 
 def fingerprint() -> str:
-    """Returns a hex SHA-256 digest of what decides the generated code: :func:`sources`, and the tuned configurations."""
-    from mhc_inductor.tuning import table
-
-    tuned = table.digest()
-    return hashlib.sha256(f"{sources()}{tuned}".encode()).hexdigest() if tuned else sources()
+    """Returns a hex SHA-256 digest of what decides the generated code: :func:`sources`, and :data:`PARTS`."""
+    others = "".join(part() for part in PARTS)
+    return hashlib.sha256(f"{sources()}{others}".encode()).hexdigest() if others else sources()
 
 
 @functools.cache

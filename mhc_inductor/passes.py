@@ -15,6 +15,7 @@ import torch
 from mhc_inductor import compat
 from mhc_inductor.fingerprint import fingerprint
 from mhc_inductor.scope import calls_ops
+from mhc_inductor.tuning import table as table  # a part of the fingerprint
 
 _BACKWARDS = ("mhc_pre_backward", "mhc_head_backward")
 """Ops with an argument ``dx_acc``, a gradient that the kernel adds to its own."""
@@ -136,17 +137,10 @@ def post_grad(graph: torch.fx.Graph) -> None:
     compat.counters()["dx_acc folded"] += fold_dx_acc(graph)
 
 
-PASSES: dict[str, Callable[[torch.fx.Graph], None]] = {
-    "joint_custom_pre_pass": keep_clones,
-    "post_grad_custom_pre_pass": post_grad,
-}
+PASSES: dict[str, Callable[[torch.fx.Graph], None]] = dict(
+    zip(compat.PASS_OPTIONS, (keep_clones, post_grad), strict=True)
+)
 """This package's passes, by the Inductor option that takes a user's pass."""
-
-
-def batch_invariant() -> bool:
-    """Returns whether what is being compiled has the option ``batch_invariant``."""
-    config = compat.backend.inductor_config()
-    return any(getattr(getattr(config, name), "batch_invariant", False) for name in PASSES)
 
 
 def make_pass(theirs: Any, ours: Callable[[torch.fx.Graph], None], invariant: bool = False) -> Any:

@@ -112,7 +112,7 @@ def _streams() -> Any:
 
     for name in ("libc10.so", "libtorch_cpu.so"):  # loaded already: now their symbols can be found
         ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / name), mode=ctypes.RTLD_GLOBAL)
-    return compat.ops.compiled_cpp(_STREAMS, [])
+    return compat.kernels.compiled_cpp(_STREAMS, [])
 
 
 @contextlib.contextmanager

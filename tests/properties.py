@@ -46,7 +46,7 @@ import test_ops_index_loss
 from op_contract import op, strided
 
 RESULT = ROOT / "benchmarks" / "results" / "properties.json"
-FOLDERS = ("mhc_inductor/ops", "mhc_inductor/reference")
+FOLDERS = ("kernels/cpu", "mhc_inductor/ops", "mhc_inductor/reference")
 """What the ops compute with on a CPU."""
 PUBLIC_FOLDERS = (*FOLDERS, "mhc_inductor/api", "mhc_inductor/nn")
 """What the public functions and modules do."""

@@ -22,12 +22,12 @@ COMPAT = ROOT / "mhc_inductor" / "compat"
 MODULES = {file.stem: file for file in COMPAT.glob("*.py") if file.stem != "__init__"}
 FILES = [f for folder in ("mhc_inductor", "lowerings", "kernels") for f in sorted((ROOT / folder).rglob("*.py"))]
 LAYERS = {
-    "api": "processes",
     "lowerings": "lowerings",
     "backend.py": "backend",
     "passes.py": "backend",
     "replay": "backend",
-} | {layer: layer for layer in ("exported", "ops", "routing")}
+    "warming": "processes",
+} | {layer: layer for layer in ("exported", "kernels", "ops", "routing")}
 """The module of compat that each folder or file may use, besides what is shared."""
 _PRIVATE = re.compile(r"\btorch(\.\w+)*\._(?!check|assert)[A-Za-z]")
 _ATEN = re.compile(r"torch\.ops\.(aten|prims)\.")

@@ -12,8 +12,8 @@ import torch
 import torch._dynamo.testing
 
 from mhc_inductor import compat, doctor, mhc_post, mhc_pre
-from mhc_inductor.api import side_by_side
 from mhc_inductor.kernels.launch import EagerBuilder
+from mhc_inductor.warming import side_by_side
 from tests.capture import run
 from tests.reference_models_mhc import BOTH, WIDTH, N, liger, parameters
 

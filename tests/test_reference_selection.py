@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mhc_inductor  # noqa: F401  (registers the ops)
-from mhc_inductor.ops import selection_cpu, selection_cpu_core
+from mhc_inductor.kernels.cpu import selection as selection_cpu
+from mhc_inductor.kernels.cpu import selection_core as selection_cpu_core
 from mhc_inductor.reference import selection as reference
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import mhc_inductor
-from mhc_inductor.ops import selection_cpu_core
+from mhc_inductor.kernels.cpu import selection_core as selection_cpu_core
 from mhc_inductor.ops.registry import call
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64

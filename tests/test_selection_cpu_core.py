@@ -12,8 +12,8 @@ from helpers_selection import OUTPUTS, check, error, make_inputs, run, upstream
 
 import mhc_inductor
 from mhc_inductor import compat, log
-from mhc_inductor.ops import selection_cpu
-from mhc_inductor.ops import selection_cpu_core as core
+from mhc_inductor.kernels.cpu import selection as selection_cpu
+from mhc_inductor.kernels.cpu import selection_core as core
 from mhc_inductor.reference import selection as reference
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -175,7 +175,7 @@ def test_without_a_compiler_the_formula_runs(monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("no compiler\nwas found")
 
-    monkeypatch.setattr(compat.ops, "compiled_cpp", fail)
+    monkeypatch.setattr(compat.kernels, "compiled_cpp", fail)
     monkeypatch.setattr(core, "LEAST", 0)
     monkeypatch.setattr(log, "_said", set())
     core._library.cache_clear()

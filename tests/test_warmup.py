@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import mhc_inductor
 from benchmarks.source_hash import ROOT
 from mhc_inductor import compat
-from mhc_inductor.api import side_by_side
 from mhc_inductor.nn import HyperConnection
+from mhc_inductor.warming import side_by_side
 from tests.warmed import Two
 
 D, N = 16, 4

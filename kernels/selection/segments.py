@@ -9,7 +9,7 @@ part; there they are the bits of a word, like the keys of pieces.
 import triton
 import triton.language as tl
 
-# The id of a key that counts for the queries of every segment: ops/segments.py.
+# The id of a key that counts for the queries of every segment: reference/segments.py.
 ANY = tl.constexpr(-2147483648)
 _LEAST = tl.constexpr(-9223372036854775807 - 1)
 _MOST = tl.constexpr(9223372036854775807)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,9 @@ from mhc_inductor.ops import index_loss as loss_op
 from mhc_inductor.ops.checks import number, strided
 from mhc_inductor.ops.index import call
 from mhc_inductor.ops.registry import refuse_trace
-from mhc_inductor.replay import run
+
+chooser: Callable[..., Tensor] | None = None
+"""What an eager :func:`index_topk` calls with its op while keys are recorded or replayed; set by :mod:`mhc_inductor.replay`."""
 
 
 def index_scores(
@@ -121,9 +124,9 @@ def index_topk(
     mask = three_dims(mask)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks_index.index_topk(q, k, w, topk, scale, limit, mask, segments_q, segments_k)
-        if run.mode != "off":
+        if chooser is not None:
             op = functools.partial(call, "index_topk")
-            return run.chosen(op, q, k, w, topk, scale, limit, mask, segments_q, segments_k)
+            return chooser(op, q, k, w, topk, scale, limit, mask, segments_q, segments_k)
     return call("index_topk", q, k, w, topk, scale, limit, mask, segments_q, segments_k)
 
 

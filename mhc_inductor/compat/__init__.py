@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from mhc_inductor.compat import backend as backend
 from mhc_inductor.compat import exported as exported
+from mhc_inductor.compat import kernels as kernels
 from mhc_inductor.compat import lowerings as lowerings
 from mhc_inductor.compat import ops as ops
 from mhc_inductor.compat import processes as processes
 from mhc_inductor.compat import routing as routing
+from mhc_inductor.compat.shared import COMPILED as COMPILED
+from mhc_inductor.compat.shared import PASS_OPTIONS as PASS_OPTIONS
 from mhc_inductor.compat.shared import HigherOrderOperator as HigherOrderOperator
 from mhc_inductor.compat.shared import OpOverload as OpOverload
 from mhc_inductor.compat.shared import any_tangent as any_tangent
+from mhc_inductor.compat.shared import batch_invariant as batch_invariant
 from mhc_inductor.compat.shared import captured_graphs as captured_graphs
 from mhc_inductor.compat.shared import counters as counters
 from mhc_inductor.compat.shared import expression as expression
@@ -31,6 +35,7 @@ from mhc_inductor.compat.shared import is_dtensor as is_dtensor
 from mhc_inductor.compat.shared import is_symbol as is_symbol
 from mhc_inductor.compat.shared import is_wrapper as is_wrapper
 from mhc_inductor.compat.shared import local_tensor as local_tensor
+from mhc_inductor.compat.shared import matmul_precision as matmul_precision
 from mhc_inductor.compat.shared import mode_change as mode_change
 from mhc_inductor.compat.shared import no_new_guards as no_new_guards
 from mhc_inductor.compat.shared import op_mode as op_mode
@@ -42,4 +47,3 @@ from mhc_inductor.compat.shared import tree_leaves as tree_leaves
 from mhc_inductor.compat.shared import tree_map_only as tree_map_only
 from mhc_inductor.compat.shared import uncompiled as uncompiled
 from mhc_inductor.compat.shared import without_ops as without_ops
-from mhc_inductor.kernels.dtypes import matmul_precision as matmul_precision

@@ -36,6 +36,7 @@ import torch
 
 from mhc_inductor.compat import shared
 from mhc_inductor.compat.shared import give_names
+from mhc_inductor.compat.shared import inductor_config as inductor_config
 from mhc_inductor.scope import Change, calls_ops
 
 
@@ -123,13 +124,6 @@ def compile_backend_inside(context: Callable[[], AbstractContextManager[None]]) 
     inside.compiler_fn = inspect.getattr_static(backend, "compiler_fn", backend)  # type: ignore[attr-defined]
     inside.mhc_inductor_inside = True  # type: ignore[attr-defined]
     output.compiler_fn = inside
-
-
-def inductor_config() -> Any:
-    """Returns Inductor's configuration module."""
-    from torch._inductor import config
-
-    return config
 
 
 def graph_pass_base() -> type:

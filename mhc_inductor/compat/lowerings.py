@@ -53,8 +53,8 @@ from typing import Any
 
 import torch
 
+from mhc_inductor.compat.shared import COMPILED
 from mhc_inductor.compat.shared import inductor_decompositions as inductor_decompositions
-from mhc_inductor.kernels import COMPILED
 from mhc_inductor.scope import Change, calls_ops, replace
 
 

@@ -3,8 +3,6 @@
 
 - torch._C._functorch.is_gradtrackingtensor: whether torch.func.grad differentiates by a tensor
 - torch._guards.TracingContext.try_get: whether this thread compiles a graph
-- torch._inductor.codecache.CppCodeCache.load: compiles C++, or reads it from Inductor's cache on disk
-- torch._inductor.codecache.CppCodeCache.load_async: has needs_vec_isa from 2.13 on
 - torch._ops.OpOverload._schema: the types of an op's arguments
 - torch._subclasses.fake_tensor.FakeTensor.fake_mode: the fake mode of an argument
 - torch._subclasses.fake_tensor.FakeTensorMode.allow_non_fake_inputs: whether a real tensor next to a fake one works
@@ -21,7 +19,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -148,15 +145,3 @@ def schema_types(op: Any) -> tuple[tuple[str, str, bool], ...]:
         inner = kind.removeprefix("Optional[").removesuffix("]")
         names.append((argument.name, "int" if inner == "SymInt" else inner, inner != kind))
     return tuple(names)
-
-
-def compiled_cpp(source: str, flags: Sequence[str]) -> Any:
-    """Returns ``source`` as a loaded shared library (ctypes.CDLL), compiled or read from Inductor's cache on disk.
-
-    Raises what Inductor raises where there is no compiler or it fails.
-    """
-    from torch._inductor.codecache import CppCodeCache
-
-    # Spares three probe programs that look for vector instructions (from torch 2.13 on).
-    known = "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters
-    return CppCodeCache.load(source, "cpu", extra_flags=flags, **({"needs_vec_isa": False} if known else {}))

@@ -11,6 +11,7 @@
 - torch._dynamo.eval_frame._TorchDynamoContext._torchdynamo_orig_callable: the function that it was called with
 - torch._dynamo.utils.counters: torch's counters, and this package's among them
 - torch._inductor.async_compile.AsyncCompile.use_process_pool: starts the compile workers, and says if they run
+- torch._inductor.config: Inductor's options, by which passes reach what is being compiled
 - torch._inductor.decomposition.decompositions: the table of decompositions
 - torch._inductor.decomposition.fast_random_decomps: caches a copy of that table
 - torch._inductor.virtualized.V.aot_compilation: whether AOTInductor compiles, before there is a graph to lower
@@ -52,6 +53,9 @@ from torch._ops import OpOverload as OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
+
+COMPILED = {"enable_fp_fusion": True}
+"""Options of every compilation of a kernel: Triton 3.10 fuses products and sums only if asked, which changes bits."""
 
 
 def functorch_active() -> bool:
@@ -300,3 +304,35 @@ class _OpMode(TorchDispatchMode):
 def op_mode(run: Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which each call of an op is ``run(name, op, args, kwargs)``, on autograd's threads too."""
     return _OpMode(run)
+
+
+def matmul_precision() -> str:
+    """Returns "highest", "high" or "medium": what float32 products may round, by either of PyTorch's two settings.
+
+    ``torch.set_float32_matmul_precision`` is one, ``torch.backends.cuda.matmul.fp32_precision`` the other. Transformers sets
+    the other, after which PyTorch's getter of the first raises.
+    """
+    cuda = torch.backends.cuda.matmul.fp32_precision
+    if cuda == "ieee":
+        return "highest"
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "high" if cuda == "tf32" else "highest"
+
+
+PASS_OPTIONS = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
+"""The Inductor options that take this package's passes."""
+
+
+def batch_invariant() -> bool:
+    """Returns whether a pass of what is being compiled has the option ``batch_invariant``, for its lowerings."""
+    config = inductor_config()
+    return any(getattr(getattr(config, name), "batch_invariant", False) for name in PASS_OPTIONS)
+
+
+def inductor_config() -> Any:
+    """Returns Inductor's configuration module."""
+    from torch._inductor import config
+
+    return config

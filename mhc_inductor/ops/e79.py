@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops import checks_e79, e79_cpu
+from mhc_inductor.kernels.cpu import e79 as cpu
+from mhc_inductor.ops import checks_e79
 from mhc_inductor.ops.batching import fold
 from mhc_inductor.ops.registry import Gradient, define, implement, needed, refuse
 from mhc_inductor.ops.registry import call as call
@@ -187,4 +188,4 @@ for _name, _fake, _rule in (
         _rule,
     )
 
-implement("e79_scan", e79_cpu.e79_scan, "CPU")
+implement("e79_scan", cpu.e79_scan, "CPU")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import compat
+from mhc_inductor.kernels import eager
 from mhc_inductor.ops import checks, sharding
 from mhc_inductor.ops.batching import one_by_one
 
@@ -27,6 +28,9 @@ REFERENCE: dict[str, Callable[..., Any]] = {}
 
 FUSED: set[str] = set()
 """The ops that stand for several others. Only the routing pass puts them in, and never where a policy names the parts."""
+
+BEFORE_TRACE: list[Callable[[], None]] = []
+"""What runs before an op is traced into a graph. The backend registers its lowerings and passes so."""
 
 _CHECKS: dict[str, Callable[..., None]] = {}
 # For each argument of each op: its name, its kind, and whether it may be None.
@@ -227,7 +231,7 @@ def _checked(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _traced(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``fake`` wrapped so that the lowerings are registered when a graph is compiled, whatever the backend.
+    """Returns ``fake`` wrapped so that :data:`BEFORE_TRACE` runs when a graph is compiled, whatever the backend.
 
     An exporter to ONNX would otherwise find out at its end that it does not know the op.
     """
@@ -238,9 +242,8 @@ def _traced(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_consumer("torch.onnx.export", name)
         sharding.register_if_used()  # inference mode skips the autograd kernel; DTensor calls this before it looks
         if compat.ops.tracing():
-            from mhc_inductor import backend
-
-            backend.prepare()
+            for prepare in BEFORE_TRACE:
+                prepare()
         return fake(*args)
 
     return run
@@ -309,6 +312,8 @@ def define(
     _TYPES[name] = compat.ops.schema_types(_op(name))
     _NAMES[name] = tuple(argument for argument, _, _ in _TYPES[name])
     implement(name, reference, "CompositeExplicitAutograd")
+    if name in eager.OPS:
+        implement(name, functools.partial(eager.run, name, reference), "CUDA")
     for key in ("NestedTensorCPU", "NestedTensorCUDA"):  # not among the backends of the key above
         LIBRARY.impl(name, functools.partial(_strided, name), key)
     compat.ops.register_nested(qualname, functools.partial(_strided, name), LIBRARY)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segment ids: a key counts for a query only where their ids are equal, or where the key has the id ANY_SEGMENT."""
+"""Validation of segment ids."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from mhc_inductor.ops.checks import _shape, integers
-
-ANY_SEGMENT = -(2**31)
-"""The id of a key that counts for the queries of every segment. As the id of a query it has no special meaning."""
 
 
 def segments(
@@ -44,9 +41,3 @@ def segments(
             raise ValueError(f"{op}: segments_q and segments_k must be given together, got {name} of None")
         integers(op, name, t, like)
         _shape(op, name, t, shape, names)
-
-
-def same_segment(segments_q: Tensor, segments_k: Tensor) -> Tensor:
-    """Returns whether each key ``segments_k[..., T]`` counts for each query ``segments_q[..., S]``: ``[..., S, T]``."""
-    keys = segments_k.unsqueeze(-2)
-    return (keys == segments_q.unsqueeze(-1)) | (keys == ANY_SEGMENT)

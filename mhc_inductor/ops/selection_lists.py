@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mhc_inductor.ops import checks_selection_lists, selection_lists_cpu
+from mhc_inductor.kernels.cpu import selection_lists as cpu
+from mhc_inductor.ops import checks_selection_lists
 from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.registry import Gradient, define, implement, needed
 from mhc_inductor.ops.registry import call as call
@@ -82,4 +83,4 @@ for _name, _its_fake in (("selection_list_attention", fake), ("selection_list_at
         functools.partial(into_batch, _name),
         public=_name.replace("list_", ""),
     )
-    implement(_name, getattr(selection_lists_cpu, _name), "CPU")
+    implement(_name, getattr(cpu, _name), "CPU")

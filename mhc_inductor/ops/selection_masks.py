@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mhc_inductor.ops import checks_selection_masks, selection_lists, selection_masks_cpu
+from mhc_inductor.kernels.cpu import selection_masks as cpu
+from mhc_inductor.ops import checks_selection_masks, selection_lists
 from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.registry import Gradient, define, implement, needed
 from mhc_inductor.ops.registry import call as call
@@ -67,4 +68,4 @@ for _name, _its_fake in _FAKES.items():
         functools.partial(into_batch, _name),
         public=_name.replace("mask_", ""),
     )
-    implement(_name, getattr(selection_masks_cpu, _name), "CPU")
+    implement(_name, getattr(cpu, _name), "CPU")

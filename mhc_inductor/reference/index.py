@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops.segments import ANY_SEGMENT
 from mhc_inductor.reference.mhc import acc_dtype, as_given
+from mhc_inductor.reference.segments import ANY_SEGMENT
 
 CHUNK = 2**24
 """Products (queries x heads x keys) held at once, unless a single query has more."""

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops.segments import same_segment
 from mhc_inductor.reference.mhc import acc_dtype, as_given
+from mhc_inductor.reference.segments import same_segment
 
 CHUNK = 2**22
 """Scores (queries x heads x keys) of one chunk, which needs about ten buffers of this size of working memory."""

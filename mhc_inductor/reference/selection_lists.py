@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mhc_inductor.ops.segments import ANY_SEGMENT
 from mhc_inductor.reference import selection
 from mhc_inductor.reference.mhc import as_given
+from mhc_inductor.reference.segments import ANY_SEGMENT
 
 
 def absolute_keys(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops.segments import ANY_SEGMENT
 from mhc_inductor.reference.index import CHUNK, chunks, visible
+from mhc_inductor.reference.segments import ANY_SEGMENT
 
 LIBRARY = torch.library.Library("mhc_inductor_replay", "DEF")
 LIBRARY.define(

@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from mhc_inductor import compat
+from mhc_inductor.api import index
 from mhc_inductor.replay import ops
 from mhc_inductor.replay.store import IndexStore
 
@@ -179,12 +180,12 @@ def _open(name: str, run: Run) -> Iterator[None]:
 @contextlib.contextmanager
 def _entered(run: Run) -> Iterator[None]:
     global _run, mode
-    before = _run, mode
-    _run, mode = run, run.mode
+    before = _run, mode, index.chooser
+    _run, mode, index.chooser = run, run.mode, chosen
     try:
         yield
     finally:
-        _run, mode = before
+        _run, mode, index.chooser = before
 
 
 def checkpointed_indices() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mhc_inductor.fingerprint import sources
+from mhc_inductor.fingerprint import PARTS, sources
 from mhc_inductor.log import warn_once
 
 VARIABLE = "MHC_INDUCTOR_TUNED"
@@ -62,6 +62,9 @@ def digest() -> str:
     """Returns a digest of the entries for the keys of compile caches; empty without entries."""
     rows = entries()
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest() if rows else ""
+
+
+PARTS.append(digest)
 
 
 @contextlib.contextmanager

@@ -29,10 +29,6 @@ _FILES = ("api/checkpoint.py", "api/e79.py", "api/index.py", "api/mhc.py", "api/
 _MOVED = {"entry.py": "__init__.py", "layers.py": "layers.py"}
 _LICENSE = "# SPDX-License-Identifier: Apache-2.0\n"
 _REPLACED = {
-    "backend.py": '"""In a kernel torch.compile calls the ops as they are: no lowerings, no passes."""\n\n\n'
-    "def prepare() -> None:\n    pass\n",
-    "replay/__init__.py": '"""In a kernel no choices of keys are recorded or replayed."""\n',
-    "replay/run.py": '"""In a kernel no choices of keys are recorded or replayed."""\n\nmode = "off"\n',
     "tuning/__init__.py": '"""In a kernel configurations are the closed forms."""\n',
     "tuning/table.py": '"""In a kernel there is no table of the device."""\n\n\n'
     "def entries() -> dict[str, dict[str, object]]:\n    return {}\n",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection attention on a CPU in C++: each query reads the rows of its own keys, without gathering them.
 
-The source is in ``selection_cpu_products.py`` and ``selection_cpu_source.py``. Inductor's C++ compiler builds it at the
+The source is in ``selection_products.py`` and ``selection_source.py``. Inductor's C++ compiler builds it at the
 first call that is large enough, in a few seconds, and caches it on disk. :func:`usable` returns False where there is no
 compiler; the caller then uses a formula.
 
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from mhc_inductor import compat
 from mhc_inductor.log import warn_once
-from mhc_inductor.ops.selection_cpu_products import PRODUCTS
-from mhc_inductor.ops.selection_cpu_source import ATTENTION
 from mhc_inductor.reference import selection as reference
 from mhc_inductor.reference.mhc import acc_dtype
+
+from .selection_products import PRODUCTS
+from .selection_source import ATTENTION
 
 LEAST = 2**20
 """Scores (B * S * G * h * S_kv) above which a call is worth a compile; never below 0, since the C++ needs all sizes."""
@@ -71,7 +72,7 @@ _POINTERS = (
 
 
 class _Arguments(ctypes.Structure):
-    """The arguments of a call, as ``selection_cpu_source.py`` lays them out."""
+    """The arguments of a call, as ``selection_source.py`` lays them out."""
 
     _fields_ = [
         *((name, _Int) for name in _INTS),
@@ -88,7 +89,7 @@ def _library(dtype: torch.dtype, heads: int) -> Any:
     scalar = {torch.float32: "float", torch.float64: "double"}[dtype]
     try:
         source = f"#define SCALAR {scalar}\n#define HEADS {heads}\n{PRODUCTS}{ATTENTION}"
-        library = compat.ops.compiled_cpp(source, _FLAGS)
+        library = compat.kernels.compiled_cpp(source, _FLAGS)
         library.selection.argtypes = [ctypes.POINTER(_Arguments)]
         library.lanes()
     except Exception as e:  # no compiler, an old one, a cache folder without the right to execute

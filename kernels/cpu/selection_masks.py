@@ -11,11 +11,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from mhc_inductor.ops.selection_cpu import _ALL, _odd, fits
 from mhc_inductor.reference import selection
 from mhc_inductor.reference import selection_masks as reference
 from mhc_inductor.reference.mhc import acc_dtype
 from mhc_inductor.reference.selection_lists import values_of
+
+from .selection import _ALL, _odd, fits
 
 
 def selection_mask_attention(*args: Any) -> tuple[Tensor, Tensor]:

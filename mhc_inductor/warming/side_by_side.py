@@ -75,7 +75,7 @@ def fill_caches(model: nn.Module, calls: Sequence[Any], backward: Any, processes
 
 def _work(payload: bytes, number: int, processes: int) -> None:
     """Warms a copy of the model up for a share of the entries, in a process of its own."""
-    from mhc_inductor.api.warmup import warmup
+    from mhc_inductor.warming.warmup import warmup
 
     try:
         modes, model, in_place, calls, backward = pickle.loads(payload)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection attention on a CPU: C++ for large calls, else the reference's formulas over fewer keys.
 
-Eager calls of more than 2**20 scores run the C++ of :mod:`mhc_inductor.ops.selection_cpu_core`. Smaller ones, and all
+Eager calls of more than 2**20 scores run the C++ of :mod:`mhc_inductor.kernels.cpu.selection_core`. Smaller ones, and all
 calls where there is no compiler, multiply each chunk of queries with the gathered union of its keys. Under
 torch.compile, up to 2**20 scores become one formula, which Inductor fuses; with more scores, or symbolic sizes, the
 generated code calls the op. A package without Python has the formula at every size.
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import compat
-from mhc_inductor.ops import selection_cpu_core as core
 from mhc_inductor.reference import selection as reference
 from mhc_inductor.reference.mhc import acc_dtype, as_given
 from mhc_inductor.reference.selection import Rows, Slices
+
+from . import selection_core as core
 
 # Rows of a product: enough to use the processor, few enough that neighbouring queries share keys.
 _ROWS = 128

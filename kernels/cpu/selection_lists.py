@@ -11,11 +11,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from mhc_inductor.ops import selection_cpu
-from mhc_inductor.ops import selection_cpu_core as core
 from mhc_inductor.reference import selection
 from mhc_inductor.reference import selection_lists as reference
 from mhc_inductor.reference.mhc import as_given
+
+from . import selection as ranges
+from . import selection_core as core
 
 
 def _selected(
@@ -36,7 +37,7 @@ def selection_list_attention(*args: Any) -> tuple[Tensor, Tensor]:
     """Computes :func:`mhc_inductor.reference.selection_lists.selection_list_attention` over selected keys only."""
     q, k, v, indices, sink, *visible, scale, v_width = args
     if not core.usable(q, k):
-        return reference.over_ranges(selection_cpu.selection_attention, *args)
+        return reference.over_ranges(ranges.selection_attention, *args)
     values, selected = reference.values_of(k, v, v_width), _selected(q, k, indices, *visible)
     o, lse = core.attention(q, k, values, selected, sink, scale)
     return o.to(q.dtype), lse
@@ -47,7 +48,7 @@ def selection_list_attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tenso
     """Computes the gradients of :func:`selection_list_attention` over selected keys only."""
     dout, dlse, q, k, v, indices, sink, *visible, o, lse, scale, v_width = args
     if not core.usable(q, k):
-        return reference.gradients(selection_cpu.selection_attention_backward, *args)
+        return reference.gradients(ranges.selection_attention_backward, *args)
     values, selected = reference.values_of(k, v, v_width), _selected(q, k, indices, *visible)
     row, dsink = selection.backward_rows(dout, dlse, sink, o, lse)
     dq, dk, dv = core.backward(row, dlse is not None, q, k, values, selected, scale)
@@ -62,11 +63,11 @@ def selection_list_attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tenso
 def fused_attention(*args: Any) -> Any:
     """Decomposes the op for Inductor; returns NotImplemented where the generated code should call the op."""
     q, k, *_ = args
-    return reference.over_ranges(selection_cpu.fused_attention, *args) if selection_cpu.fits(q, k) else NotImplemented
+    return reference.over_ranges(ranges.fused_attention, *args) if ranges.fits(q, k) else NotImplemented
 
 
 def fused_attention_backward(*args: Any) -> Any:
     """Decomposes the backward op for Inductor; returns NotImplemented where the generated code should call the op."""
     _, _, q, k, *_ = args
-    backward = selection_cpu.fused_attention_backward
-    return reference.gradients(backward, *args) if selection_cpu.fits(q, k) else NotImplemented
+    backward = ranges.fused_attention_backward
+    return reference.gradients(backward, *args) if ranges.fits(q, k) else NotImplemented

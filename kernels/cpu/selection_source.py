@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """C++ of selection attention on a CPU: the keys of a query, one query's forward and backward, the loop over queries.
 
-It follows :data:`mhc_inductor.ops.selection_cpu_products.PRODUCTS`. SCALAR is float or double; HEADS, 1, 2 or 4, is the
+It follows :data:`mhc_inductor.kernels.cpu.selection_products.PRODUCTS`. SCALAR is float or double; HEADS, 1, 2 or 4, is the
 number of heads of a query that are multiplied at once. Every sum has a fixed order that does not depend on the number
 of threads.
 """
@@ -9,7 +9,7 @@ of threads.
 ATTENTION = r"""
 // ---- arguments ----------------------------------------------------------------------------------------------------
 
-// The order of _Arguments in selection_cpu_core.py.
+// The order of _Arguments in selection_core.py.
 struct Arguments {
     int64_t batch, queries, groups, heads, keys, key_width, value_width;  // widths of whole vectors
     int64_t key_columns, value_columns;                                   // columns that outputs have

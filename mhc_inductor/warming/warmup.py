@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mhc_inductor import compat
-from mhc_inductor.api import side_by_side
-from mhc_inductor.api.kept_state import KeptState
 from mhc_inductor.kernels import background
 from mhc_inductor.progress import bars, shown
+from mhc_inductor.warming import side_by_side
+from mhc_inductor.warming.kept_state import KeptState
 
 Backward = bool | Callable[[Any], Tensor]
 
