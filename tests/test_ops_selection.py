@@ -617,12 +617,12 @@ BAD = {
     "segments_of_queries_only": (
         bad(segments_q=zeros(2, 3, dtype=I32), segments_k=None),
         ValueError,
-        "segments_q and segments_k must be given together, got segments_k of None",
+        "segments_k must be given where segments_q is, got None",
     ),
     "segments_of_keys_only": (
         bad(segments_q=None, segments_k=zeros(2, 5, dtype=I32)),
         ValueError,
-        "segments_q and segments_k must be given together, got segments_q of None",
+        "segments_q must be given where segments_k is, got None",
     ),
     "segments_of_queries": (
         bad(segments_q=zeros(2, 5, dtype=I32), segments_k=zeros(2, 5, dtype=I32)),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import compat
-from mhc_inductor.ops import checks_e79
+from mhc_inductor.ops import checks
 from mhc_inductor.ops.e79 import call, segment_length
 from mhc_inductor.ops.registry import refuse_trace, typed
 
@@ -62,7 +62,7 @@ def e79_scan(
     if torch.compiler.is_compiling():  # the op's fake checks shapes and dtypes
         typed("e79_scan", kvqm, b_s, b_m, S0, M0)
     else:
-        checks_e79.e79_inputs(kvqm, b_s, b_m, S0, M0)
+        checks.check("e79_scan", kvqm, b_s, b_m, S0, M0)
     segment = 0
     if kvqm.dim() == 3 and _differentiable(kvqm, b_s, b_m, S0, M0):
         steps, batch, width = kvqm.shape

@@ -16,9 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops import checks_index
-from mhc_inductor.ops import index_loss as loss_op
-from mhc_inductor.ops.checks import number, strided
+from mhc_inductor.ops.checks import check, number, strided
 from mhc_inductor.ops.index import call
 from mhc_inductor.ops.registry import refuse_trace
 
@@ -74,7 +72,7 @@ def index_scores(
     refuse_trace("index_scores")
     mask = three_dims(mask)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
-        checks_index.index_scores(q, k, w, scale, limit, mask, segments_q, segments_k)
+        check("index_scores", q, k, w, scale, limit, mask, segments_q, segments_k)
     return call("index_scores", q, k, w, scale, limit, mask, segments_q, segments_k)
 
 
@@ -123,7 +121,7 @@ def index_topk(
     refuse_trace("index_topk")
     mask = three_dims(mask)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
-        checks_index.index_topk(q, k, w, topk, scale, limit, mask, segments_q, segments_k)
+        check("index_topk", q, k, w, topk, scale, limit, mask, segments_q, segments_k)
         if chooser is not None:
             op = functools.partial(call, "index_topk")
             return chooser(op, q, k, w, topk, scale, limit, mask, segments_q, segments_k)
@@ -192,7 +190,7 @@ def index_loss(
         strided("index_loss", name, t)
     scales = _factor("scale", scale, q), _factor("attention_scale", attention_scale, attention_q)
     attention = (attention_q.detach(), attention_k.detach(), None if lse is None else lse.detach())
-    loss, _ = loss_op.call("index_loss", q, k, w, indices, *attention, *scales)
+    loss, _ = call("index_loss", q, k, w, indices, *attention, *scales)
     if reduction == "none":
         return loss
     total = loss.sum()

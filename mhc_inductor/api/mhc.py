@@ -84,7 +84,7 @@ def mhc_pre(
     refuse_trace("mhc_pre")
     options = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
-        checks.mhc_pre(x, phi, alpha, bias, gamma, *options)
+        checks.check("mhc_pre", x, phi, alpha, bias, gamma, *options)
     h_in, h_post, h_res, _, _, _ = call("mhc_pre", x, phi, alpha, bias, gamma, *options)
     return h_in, h_post, None if phi.shape[0] == 2 * x.shape[-2] else h_res
 
@@ -124,7 +124,7 @@ def mhc_sinkhorn(h_res: Tensor, iters: int = 20, eps: float = 1e-6, form: str = 
     """
     refuse_trace("mhc_sinkhorn")
     if not torch.compiler.is_compiling():
-        checks.mhc_sinkhorn(h_res, iters, eps, form)
+        checks.check("mhc_sinkhorn", h_res, iters, eps, form)
     return call("mhc_sinkhorn", h_res, iters, eps, form)
 
 
@@ -155,7 +155,7 @@ def mhc_post(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, *, 
     """
     refuse_trace("mhc_post")
     if not torch.compiler.is_compiling():
-        checks.mhc_post(x, f_out, h_post, h_res, transpose_res)
+        checks.check("mhc_post", x, f_out, h_post, h_res, transpose_res)
     return call("mhc_post", x, f_out, h_post, h_res, transpose_res)
 
 
@@ -202,5 +202,5 @@ def mhc_head(
     refuse_trace("mhc_head")
     args = (x, phi, alpha, bias, gamma, norm_eps, hc_eps, norm_form)
     if not torch.compiler.is_compiling():
-        checks.mhc_head(*args)
+        checks.check("mhc_head", *args)
     return call("mhc_head", *args)[0]

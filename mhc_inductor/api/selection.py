@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import compat
-from mhc_inductor.ops import checks_selection, checks_selection_lists, checks_selection_masks
+from mhc_inductor.ops import checks
 from mhc_inductor.ops.checks import strided
 from mhc_inductor.ops.registry import refuse_trace
 from mhc_inductor.ops.selection import call, given
@@ -167,9 +167,10 @@ def selection_attention(
         _combined(mask, ranges, indices, *rest[1:])
     _check_bias(bias, repeats, indices, (mask, *rest[1:]))
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
-        check(q, k, values, ranges, indices, rest, scale, mask)
-        if bias is not None and indices is not None:
-            checks_selection_lists.check_bias("selection_attention", q, indices, bias)
+        if bias is None or indices is None:
+            check(q, k, values, ranges, indices, rest, scale, mask)
+        else:
+            checks.check("selection_entry_attention", q, k, values, indices, bias, sink, scale, _last(values), repeats)
     own = None if v is k or (ranges is None and _reads_keys(k, values)) else values
     if indices is not None and bias is not None:
         o, lse = call("selection_entry_attention", q, k, own, indices, bias, sink, scale, _last(values), repeats)
@@ -247,16 +248,17 @@ def check(
 ) -> None:
     """Raises ValueError or TypeError unless the arguments fit together; one of ranges, indices and mask is given."""
     if indices is not None:
-        checks_selection_lists.selection_list_attention(q, k, values, indices, *rest, scale, _last(values))
+        checks.check("selection_list_attention", q, k, values, indices, *rest, scale, _last(values))
         if mask is not None:
-            checks_selection_masks.visible("selection_attention", mask, q, k)
+            checks.mask_of_lists("selection_attention", q, k, mask)
         return
     if mask is not None:
-        checks_selection_masks.selection_mask_attention(q, k, values, mask, rest[0], scale, _last(values))
+        checks.check("selection_mask_attention", q, k, values, mask, rest[0], scale, _last(values))
         return
     assert ranges is not None
     sink, cu_seqlens_q, cu_seqlens_k, *segments = rest
-    checks_selection.selection_attention(q, k, values, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, *segments)
+    packed = (cu_seqlens_q, cu_seqlens_k)
+    checks.check("selection_attention", q, k, values, ranges, sink, *packed, scale, *segments)
 
 
 def _check_bias(bias: Tensor | None, repeats: bool, indices: Tensor | None, rest: _Rest) -> None:
@@ -333,7 +335,7 @@ def blocks_to_ranges(
 
     Source: the selected blocks of native sparse attention, arXiv 2502.11089, section 3.3.2.
     """
-    checks_selection.blocks_to_ranges(block_indices, block_size, S_kv, cu_seqlens_q, cu_seqlens_k)
+    _check_blocks(block_indices, block_size, S_kv, cu_seqlens_q, cu_seqlens_k)
     if not isinstance(causal, bool):
         raise TypeError(f"blocks_to_ranges: causal must be a bool, got {type(causal).__name__}")
     if block_size > 2**31:  # larger than any S_kv: products with it would overflow
@@ -353,6 +355,37 @@ def blocks_to_ranges(
         end = torch.minimum(end, (position + 1).view(1, s, 1, 1))
     # An empty range is [start, start).
     return torch.stack((start.clamp(max=S_kv), torch.maximum(end, start).clamp(max=S_kv)), -1).to(torch.int32)
+
+
+def _check_blocks(
+    block_indices: Tensor, block_size: int, S_kv: int, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of :func:`blocks_to_ranges` fit together.
+
+    With plain comparisons: Dynamo traces this function and cannot build a message about a symbolic size.
+    """
+    op = "blocks_to_ranges"
+    checks.integers(op, "block_indices", block_indices)
+    if block_indices.dim() != 4:
+        raise ValueError(f"{op}: block_indices must have shape [B, S, G, k], got {checks.text(block_indices.shape)}")
+    for name, value, least in (("block_size", block_size, 1), ("S_kv", S_kv, 0)):
+        checks.integer(op, name, value)
+        if value < least:
+            raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    if S_kv >= 2**31:
+        raise ValueError(f"{op}: S_kv must be below 2**31, got {S_kv}")
+    if cu_seqlens_q is None and cu_seqlens_k is not None:
+        raise ValueError(
+            f"{op}: cu_seqlens_k must be None where cu_seqlens_q is, got {checks.text(cu_seqlens_k.shape)}"
+        )
+    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if t is not None:
+            checks.integers(op, name, t, block_indices, "block_indices")
+            if t.dim() != 1 or t.shape[0] < 1:
+                raise ValueError(f"{op}: {name} must have shape [N+1], got {checks.text(t.shape)}")
+    if cu_seqlens_q is not None and cu_seqlens_k is not None and cu_seqlens_k.shape != cu_seqlens_q.shape:
+        want, got = checks.text(cu_seqlens_q.shape), checks.text(cu_seqlens_k.shape)
+        raise ValueError(f"{op}: cu_seqlens_k must have cu_seqlens_q's shape {want}, got {got}")
 
 
 def _offsets(query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:

@@ -72,7 +72,7 @@ def mhc_coefficients(
     refuse_trace("mhc_coefficients")
     options = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
-        checks.mhc_coefficients(x, phi, alpha, bias, gamma, *options)
+        checks.check("mhc_coefficients", x, phi, alpha, bias, gamma, *options)
     h_pre, h_post, h_res, _, _ = call("mhc_coefficients", x, phi, alpha, bias, gamma, *options)
     return h_pre, h_post, None if phi.shape[0] == 2 * x.shape[-2] else h_res
 
@@ -96,5 +96,5 @@ def mhc_collapse(x: Tensor, h_pre: Tensor) -> Tensor:
     """
     refuse_trace("mhc_collapse")
     if not torch.compiler.is_compiling():
-        checks.mhc_collapse(x, h_pre)
+        checks.check("mhc_collapse", x, h_pre)
     return call("mhc_collapse", x, h_pre)

@@ -15,7 +15,7 @@ from mhc_inductor.distributed.agreement import Facts, agree, requires
 from mhc_inductor.distributed.groups import Members, eagerly, members
 from mhc_inductor.distributed.moves import exchange, wait
 from mhc_inductor.distributed.once import once
-from mhc_inductor.ops import checks_e79
+from mhc_inductor.ops import checks
 from mhc_inductor.ops.e79 import segment_length
 from mhc_inductor.ops.registry import call
 from mhc_inductor.reference.mhc import acc_dtype
@@ -86,7 +86,7 @@ def e79_scan(
 
 def _facts(inputs: tuple[Any, ...], chunks: int | None, group: Members) -> Facts:
     """Checks this rank's arguments."""
-    checks_e79.e79_inputs(*inputs)
+    checks.check("e79_scan", *inputs)
     kvqm, b_s, b_m, *states = inputs
     group.check_device(_OP, "kvqm", kvqm)
     same = {

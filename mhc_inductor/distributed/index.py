@@ -12,7 +12,7 @@ from mhc_inductor.api import index as local
 from mhc_inductor.distributed.agreement import Facts, agree, requires
 from mhc_inductor.distributed.gather import gather, gather_ids
 from mhc_inductor.distributed.groups import Members, eagerly, members
-from mhc_inductor.ops import checks_index
+from mhc_inductor.ops import checks
 
 # limit, mask, segments_q, segments_k
 _Visible = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -151,11 +151,11 @@ def _facts(
     limit, mask, *ids = visible
     sized = isinstance(mask, Tensor) and mask.dim() > 0
     narrow = local.three_dims(mask[..., :1] if sized and mask is not None else mask)
-    checks_index.index_scores(q, k, w, scale, limit, narrow, *ids, op=op)
+    checks.check("index_scores", q, k, w, scale, limit, narrow, *ids, op=op)
     if topk is not None:
         # min: the local keys are not all; what is no int is left to the check.
         few = min(topk, k.shape[1]) if isinstance(topk, int) and not isinstance(topk, bool) else topk
-        checks_index.index_topk(q, k, w, few, scale, limit, narrow, *ids)
+        checks.check("index_topk", q, k, w, few, scale, limit, narrow, *ids)
     ranks.check_device(op, "q", q)
     same = {
         "q's dtype": q.dtype,

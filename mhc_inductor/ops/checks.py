@@ -1,32 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of the mHC arguments, shared by the public functions, the ops and their fakes.
+"""Validation of arguments, which the public functions, the ops and their fakes share.
 
-Since the fakes validate too, errors appear while tracing. Every message names the op, the argument, what was expected
-and what came. Sizes are compared with ``torch._check_value``, which records for symbolic sizes that the comparison must
-hold and adds no other guard.
+What an op takes follows from its schema, the table of dimensions (:mod:`mhc_inductor.ops.dims`) and the rules here, by the
+name of the argument. Since the fakes validate too, errors appear while tracing. Every message names the op, the argument,
+what was expected and what came. Values of ranges, indices, boundaries, masks and segment ids are never read.
+
+Sizes are compared with ``torch._check_value``, which records for symbolic sizes that the comparison must hold and adds no
+other guard.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mhc_inductor.ops.dims import LEAD, TABLE, Family
+
 FORMS = ("softmax", "exp", "exp_eps")
 NORM_FORMS = ("inside", "outside")
 MIN_STREAMS, MAX_STREAMS, MIN_WIDTH = 2, 8, 16
-_OPTIONAL = frozenset({"gamma", "h_res", "dh_in", "dh_post", "dh_res", "dx_acc", "dx_out", "dnext_post", "dnext_res"})
-_OPTIONAL |= {"dh_pre", "dnext_pre"}
-_OPTIONAL |= {"b_s", "b_m", "S0", "M0", "dout", "dS", "dM"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def _text(sizes: Sequence[Any]) -> str:
-    return "[" + ", ".join(str(s) for s in sizes) + "]"
+def text(sizes: Sequence[Any]) -> str:
+    """Returns sizes, or names of dimensions, as messages show them."""
+    return "[" + ", ".join(map(str, sizes)) + "]"
+
+
+# --- one argument -------------------------------------------------------------------------------------------
 
 
 def strided(op: str, name: str, t: Any) -> None:
@@ -42,43 +50,36 @@ def strided(op: str, name: str, t: Any) -> None:
     raise TypeError(f"{op}: {name} must be a strided tensor, got a {kind} one; pass {instead}")
 
 
-def _floating(op: str, **tensors: Tensor | None) -> None:
-    """Checks that all are floating-point tensors on the first one's device, and fp64 only where the first is fp64."""
-    first_name, first = next(iter(tensors.items()))
-    for name, t in tensors.items():
-        if t is None and name in _OPTIONAL:
-            continue
-        strided(op, name, t)
-        assert isinstance(t, Tensor)
-        if t.dtype not in _FLOATS:
-            raise TypeError(f"{op}: {name} must be bfloat16, float16, float32 or float64, got {t.dtype}")
-        assert isinstance(first, Tensor)
-        if t.dtype is torch.float64 and first.dtype is not torch.float64:
-            raise TypeError(f"{op}: {name} may be float64 only where {first_name} is; {first_name} is {first.dtype}")
-        if t.device != first.device:
-            raise ValueError(f"{op}: {name} must be on {first_name}'s device {first.device}, got {t.device}")
-
-
-def _shape(op: str, name: str, t: Tensor, expected: Sequence[Any], meaning: str) -> None:
-    def message() -> str:
-        return f"{op}: {name} must have shape {meaning} = {_text(expected)}, got {_text(t.shape)}"
-
-    if t.dim() != len(expected):
-        raise ValueError(message())
-    for got, want in zip(t.shape, expected, strict=True):
-        torch._check_value(got == want, message)
-
-
 def integers(op: str, name: str, t: Tensor, like: Tensor | None = None, like_name: str = "q") -> None:
     """Raises TypeError or ValueError unless ``t`` is an int32 or int64 tensor on the device of ``like``."""
     strided(op, name, t)
     if t.dtype not in _INTEGERS:
         raise TypeError(f"{op}: {name} must be int32 or int64, got {t.dtype}")
-    if like is not None and t.device != like.device:
+    if like is not None:
+        _same_device(op, name, t, like, like_name)
+
+
+def _same_device(op: str, name: str, t: Tensor, like: Tensor, like_name: str) -> None:
+    if t.device != like.device:
         raise ValueError(f"{op}: {name} must be on {like_name}'s device {like.device}, got {t.device}")
 
 
-def _is_number(op: str, name: str, value: float) -> None:
+def _floating(op: str, name: str, t: Any, like: Tensor, like_name: str) -> None:
+    """Checks that ``t`` is a floating-point tensor on the device of ``like``, and fp64 only where that is fp64."""
+    strided(op, name, t)
+    if t.dtype not in _FLOATS:
+        raise TypeError(f"{op}: {name} must be bfloat16, float16, float32 or float64, got {t.dtype}")
+    if t.dtype is torch.float64 and like.dtype is not torch.float64:
+        raise TypeError(f"{op}: {name} may be float64 only where {like_name} is; {like_name} is {like.dtype}")
+    _same_device(op, name, t, like, like_name)
+
+
+def _equal(got: Any, want: Any, message: Callable[[], str]) -> None:
+    if not (isinstance(got, int) and isinstance(want, int) and got == want):
+        torch._check_value(got == want, message)
+
+
+def _is_number(op: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
 
@@ -103,459 +104,405 @@ def number(op: str, name: str, value: float, least: float = -math.inf, hint: str
         raise ValueError(f"{op}: {name} must be finite{bound}{hint}, got {got}")
 
 
-def _eps(op: str, below: float = math.inf, **values: float) -> None:
-    for name, value in values.items():
-        _is_number(op, name, value)
-        got = float(value)
-        if not (math.isfinite(got) and 0 <= got < below):
-            bound = "" if below == math.inf else f" and below {below}"
-            raise ValueError(f"{op}: {name} must be finite, not negative{bound}, got {got}")
+def _eps(op: str, name: str, value: Any, below: float = math.inf) -> None:
+    _is_number(op, name, value)
+    got = float(value)
+    if not (math.isfinite(got) and 0 <= got < below):
+        bound = "" if below == math.inf else f" and below {below}"
+        raise ValueError(f"{op}: {name} must be finite, not negative{bound}, got {got}")
 
 
-def _sinkhorn(op: str, iters: int, eps: float, form: str, prefix: str = "") -> None:
-    if isinstance(iters, bool) or not isinstance(iters, (int, torch.SymInt)):
-        raise TypeError(f"{op}: {prefix}iters must be an int, got {type(iters).__name__}")
-    if iters < 0:
-        raise ValueError(f"{op}: {prefix}iters must be 0 (raw logits) or more, got {iters}")
-    _eps(op, below=1.0, **{f"{prefix}eps": eps})
-    if form not in FORMS:
-        raise ValueError(f"{op}: {prefix}form must be one of {FORMS}, got {form!r}")
+def integer(op: str, name: str, value: Any) -> None:
+    """Raises TypeError unless ``value`` is an int; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
 
 
-def _norm(op: str, eps: float, form: str) -> None:
-    _eps(op, norm_eps=eps)
-    if form not in NORM_FORMS:
-        raise ValueError(f"{op}: norm_form must be one of {NORM_FORMS} (where norm_eps is added), got {form!r}")
+def _iterations(op: str, name: str, value: Any) -> None:
+    integer(op, name, value)
+    if value < 0:
+        raise ValueError(f"{op}: {name} must be 0 (raw logits) or more, got {value}")
 
 
-def _streams(op: str, name: str, n: int) -> None:
+def _form(op: str, name: str, value: Any) -> None:
+    allowed, hint = (NORM_FORMS, " (where norm_eps is added)") if name == "norm_form" else (FORMS, "")
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {allowed}{hint}, got {value!r}")
+
+
+def _bool(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
+
+
+def _segment(op: str, name: str, value: Any) -> None:
+    integer(op, name, value)
+    least, meaning = (
+        (1, "at least 1 (0 leaves no checkpoints to start from)") if "back" in op else (0, "0 (no checkpoints) or more")
+    )
+    torch._check_value(value >= least, lambda: f"{op}: {name} must be {meaning}, got {value}")
+
+
+def _scale(op: str, name: str, value: Any) -> None:
+    if op.startswith(("index_scores", "index_topk")):
+        number(op, name, value, 0.0, " (put a negative scale into w)")
+    elif op != "selection_blocks":
+        number(op, name, value, read=not op.startswith("selection"))
+
+
+_SCALARS: Mapping[str, Callable[[str, str, Any], None]] = {
+    **dict.fromkeys(("norm_eps", "hc_eps", "post_mult", "post_eps"), _eps),
+    **dict.fromkeys(("sinkhorn_eps", "eps"), lambda op, name, value: _eps(op, name, value, 1.0)),
+    **dict.fromkeys(("sinkhorn_iters", "iters"), _iterations),
+    **dict.fromkeys(("sinkhorn_form", "form", "norm_form"), _form),
+    "transpose_res": _bool,
+    "segment": _segment,
+    "topk": integer,
+    **dict.fromkeys(("scale", "attention_scale"), _scale),
+}
+"""The rule of each argument that is no tensor; the schema alone says what the others are."""
+
+_INTEGRAL = frozenset({"ranges", "indices", "cu_seqlens_q", "cu_seqlens_k", "limit", "segments_q", "segments_k"})
+"""The tensors of integers. The others are floating, but for masks."""
+
+# --- the arguments of a call --------------------------------------------------------------------------------
+
+
+class Call:
+    """The arguments of one call while they are checked.
+
+    Attributes:
+        op: Name of the op for messages.
+        given: The arguments by name; None for those that were left out.
+        sizes: The sizes of the named dimensions seen so far; those of "..." as a tuple.
+        family: The table of the op's dimensions.
+        first: Name of the tensor that the others are compared with.
+    """
+
+    def __init__(self, op: str, given: dict[str, Any], family: Family, first: str) -> None:
+        self.op, self.given, self.family, self.first = op, given, family, first
+        self.sizes: dict[str, Any] = {}
+
+    def said(self, words: Sequence[str]) -> str:
+        """Returns names of dimensions as messages show them."""
+        return text([self.family.texts.get(w, w) for w in words])
+
+    def shape(self, name: str, words: Sequence[str], said: str = "") -> None:
+        """Raises ValueError unless a tensor has the named dimensions; sizes of new names are learnt from it.
+
+        Args:
+            name: The tensor.
+            words: Names of its dimensions, the first of which may be "...".
+            said: What the message calls the shape; empty for what the table says.
+        """
+        t, sizes, new = self.given[name], self.sizes, list[str]()
+        shape: tuple[Any, ...] = tuple(t.shape)
+        if words[0] == LEAD:
+            lead = max(0, len(shape) - len(words) + 1)
+            shape = (shape[:lead], *shape[lead:])
+        rank = len(shape) == len(words) and (words[0] != LEAD or len(sizes.get(LEAD, shape[0])) == lead)
+
+        def message() -> str:
+            names = said or self.family.texts.get(name) or self.said(words)
+            known = [w.isdigit() or (w in sizes and w not in new) for w in words]
+            wants: list[Any] = [
+                int(w) if w.isdigit() else sizes.get(w, size) for w, size in zip(words, sized, strict=True)
+            ]
+            flat = [*wants[0], *wants[1:]] if words[0] == LEAD else wants
+            want = f" = {text(flat)}" if all(known) or (rank and any(known)) else ""
+            return f"{self.op}: {name} must have shape {names}{want}, got {text(t.shape)}"
+
+        sized = shape if rank else words
+        if not rank:
+            raise ValueError(message())
+        for word, got in zip(words, shape, strict=True):
+            if word not in sizes and not word.isdigit():
+                sizes[word] = got
+                new.append(word)
+                continue
+            want: Any = int(word) if word.isdigit() else sizes[word]
+            for x, y in zip(got, want, strict=True) if word == LEAD else ((got, want),):
+                _equal(x, y, message)
+
+    def least(self, name: str, words: Sequence[str]) -> None:
+        """Raises ValueError if a tensor has no entries along a dimension that needs one."""
+        for word in self.family.least[name].split():
+
+            def message(word: str = word) -> str:
+                what = "one time step" if word == "T" else "1"
+                of = "at least" if word == "T" else f"{self.family.texts.get(word, word)} of at least"
+                return f"{self.op}: {name}{self.said(words)} must have {of} {what}, got {text(self.given[name].shape)}"
+
+            torch._check_value(self.sizes[word] >= 1, message)
+
+
+def _streams(call: Call, name: str, words: Sequence[str]) -> None:
+    """Checks the tensor that brings the streams."""
+    call.shape(name, words)
+    n, t = call.sizes["n"], call.given[name]
     if not MIN_STREAMS <= n <= MAX_STREAMS:
-        raise ValueError(f"{op}: {name} must hold {MIN_STREAMS} to {MAX_STREAMS} streams (n), got {n}")
+        said = f"{name}{call.said(words)}"
+        raise ValueError(f"{call.op}: {said} must hold {MIN_STREAMS} to {MAX_STREAMS} streams (n), got {n}")
+    if words[-1] == "D" and t.shape[-1] < MIN_WIDTH:
+        raise ValueError(f"{call.op}: {name} must have a width D of at least {MIN_WIDTH}, got shape {text(t.shape)}")
 
 
-def _x(op: str, x: Tensor) -> tuple[int, int]:
-    """Checks the shape of ``x[..., n, D]`` and returns (n, D)."""
-    if x.dim() < 2:
-        raise ValueError(f"{op}: x must have shape [..., n, D], got {_text(x.shape)}")
-    n, d = x.shape[-2:]
-    _streams(op, "x[..., n, D]", n)
-    if d < MIN_WIDTH:
-        raise ValueError(f"{op}: x must have a width D of at least {MIN_WIDTH}, got shape {_text(x.shape)}")
-    return n, d
-
-
-def _coefficients(
-    op: str, x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, kinds: dict[str, int]
-) -> None:
-    """Checks the shapes of the parameters. ``kinds`` maps each allowed number of phi's rows, as text, to the number."""
-    n, d = x.shape[-2:]
-    allowed = " or ".join(f"[{text}, n*D] = [{rows}, {n * d}]" for text, rows in kinds.items())
+def _phi(call: Call, name: str, words: Sequence[str]) -> None:
+    """Checks phi, whose rows say which coefficients there are."""
+    phi, n, d = call.given[name], call.sizes["n"], call.sizes["D"]
+    kinds = {"n": n} if "head" in call.op else {"n*n+2n": n * n + 2 * n, "2n": 2 * n}
     if phi.dim() != 2 or phi.shape[0] not in kinds.values() or phi.shape[1] != n * d:
-        raise ValueError(f"{op}: phi must have shape {allowed}, got {_text(phi.shape)} (n = {n}, D = {d})")
+        allowed = " or ".join(f"[{kind}, n*D] = [{rows}, {n * d}]" for kind, rows in kinds.items())
+        raise ValueError(f"{call.op}: phi must have shape {allowed}, got {text(phi.shape)} (n = {n}, D = {d})")
     m = phi.shape[0]
-    count = m // n if m <= 2 * n else 3
-    _shape(op, "alpha", alpha, [count], "[one per kind of coefficient]")
-    _shape(op, "bias", bias, [m], "[rows of phi]")
-    if gamma is not None:
-        _shape(op, "gamma", gamma, [n, d], "[n, D]")
+    call.sizes |= {"m": m, "k": m // n if m <= 2 * n else 3}
 
 
-def mhc_pre(
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    post_eps: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str = "inside",
-    *,
-    op: str = "mhc_pre",
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_pre`` fit together."""
-    _floating(op, x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
-    n, _ = _x(op, x)
-    _coefficients(op, x, phi, alpha, bias, gamma, {"n*n+2n": n * n + 2 * n, "2n": 2 * n})
-    _norm(op, norm_eps, norm_form)
-    _eps(op, hc_eps=hc_eps, post_mult=post_mult, post_eps=post_eps)
-    if post_mult == 0:
-        raise ValueError(f"{op}: post_mult must be above 0, got {post_mult}")
-    _sinkhorn(op, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, "sinkhorn_")
-    if sinkhorn_iters > 0 and phi.shape[0] == 2 * n:
+def _residual(call: Call, name: str, words: Sequence[str]) -> None:
+    """Checks the gradient of H_res, which is empty without residual coefficients."""
+    n = call.sizes["n"]
+    before, call.sizes["n"] = n, 0 if call.sizes["m"] == 2 * n else n
+    call.shape(name, words)
+    call.sizes["n"] = before
+
+
+def _kvqm(call: Call, name: str, words: Sequence[str]) -> None:
+    t = call.given[name]
+    if t.dim() != 3 or t.shape[2] % 4 or t.shape[2] < 4:
+        raise ValueError(f"{call.op}: kvqm must have shape [T, B, 4n] with n of at least 1, got {text(t.shape)}")
+    steps, batch, width = t.shape
+    call.sizes |= {"T": steps, "B": batch, "n": width // 4}
+    if "checkpoints" in call.given:
+        segment = call.given["segment"]
+        call.sizes["C"] = 2 * ((steps + segment - 1) // segment)
+
+
+def _bias(call: Call, name: str, words: Sequence[str]) -> None:
+    """Checks a bias of E79, of all steps or of each."""
+    t = call.given[name]
+    if t.dim() not in (1, 3):
+        wants = (text([call.sizes[w] for w in some]) for some in (words[-1:], words))
         raise ValueError(
-            f"{op}: sinkhorn_iters must be 0 when phi has 2n = {2 * n} rows (no residual matrix), got {sinkhorn_iters}"
+            f"{call.op}: {name} must have shape [n] = {next(wants)} or [T, B, n] = {next(wants)}, got {text(t.shape)}"
+        )
+    call.shape(name, words[3 - t.dim() :])
+
+
+def _boundaries(call: Call, name: str, words: Sequence[str]) -> None:
+    """Checks the boundaries of packed sequences, those of the keys after those of the queries."""
+    op, t, q, k = call.op, call.given[name], call.given["q"], call.given["k"]
+    other = call.given["cu_seqlens_q"]
+    if other is None:
+        raise ValueError(f"{op}: cu_seqlens_k must be None where cu_seqlens_q is, got {text(t.shape)}")
+    if t.dim() != 1:
+        raise ValueError(f"{op}: {name} must have shape [N+1], got {text(t.shape)}")
+    torch._check_value(t.shape[0] >= 1, lambda: f"{op}: {name} must have shape [N+1], got {text(t.shape)}")
+    if name == "cu_seqlens_k":
+        call.sizes["N"] = other.shape[0]
+        call.shape(name, words, "cu_seqlens_q's")
+        return
+    torch._check_value(
+        q.shape[0] == 1, lambda: f"{op}: q must have a batch of 1 with cu_seqlens_q (packed), got {text(q.shape)}"
+    )
+    if call.given["cu_seqlens_k"] is None:
+        torch._check_value(
+            k.shape[2] == q.shape[1],
+            lambda: (
+                f"{op}: cu_seqlens_k may be None only where k has as many rows as q has queries, "
+                f"got q {text(q.shape)} and k {text(k.shape)}"
+            ),
         )
 
 
-def mhc_pre_backward(
-    dh_in: Tensor | None,
-    dh_post: Tensor | None,
-    dh_res: Tensor | None,
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    h_post: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    dx_acc: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    post_eps: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str = "inside",
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_pre_backward`` fit together."""
-    op = "mhc_pre_backward"
-    mhc_pre(
-        x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps,
-        sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form, op=op,
-    )  # fmt: skip
-    _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, dx_acc, phi.shape[0])
-    _of_coefficients(op, x, phi, h_post=h_post, dh_post=dh_post, dh_res=dh_res)
+def _ids(call: Call, name: str, words: Sequence[str]) -> None:
+    other = "segments_k" if name == "segments_q" else "segments_q"
+    if call.given[other] is None:
+        raise ValueError(f"{call.op}: {other} must be given where {name} is, got None")
+    call.shape(name, words)
 
 
-def _tokens(
-    op: str,
-    x: Tensor,
-    h_pre: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    dh_in: Tensor | None,
-    dx_acc: Tensor | None,
-    m: int,
-    name: str = "h_pre",
-) -> None:
-    """Checks the per-token tensors that the backward ops take of pre, the head and their like; ``name`` is h_pre's."""
-    lead, (n, d) = x.shape[:-2], x.shape[-2:]
-    _floating(op, x=x, **{name: h_pre}, h_mix=h_mix, inv_rms=inv_rms, dh_in=dh_in, dx_acc=dx_acc)
-    _shape(op, name, h_pre, [*lead, n], "[..., n]")
-    _shape(op, "h_mix", h_mix, [*lead, m], "[..., m]")
-    _shape(op, "inv_rms", inv_rms, [*lead], "[...]")
-    if dh_in is not None:
-        _shape(op, "dh_in", dh_in, [*lead, d], "[..., D]")
-    if dx_acc is not None:
-        _shape(op, "dx_acc", dx_acc, x.shape, "x's")
+def _is_one(size: Any) -> bool:
+    """Returns whether ``size`` is known to be 1, without a guard on a symbol."""
+    if isinstance(size, int):
+        return size == 1
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
+    return statically_known_true(size == 1)
 
 
-def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str, *, op: str = "mhc_sinkhorn") -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_sinkhorn`` fit together."""
-    if not isinstance(h_res, Tensor):  # _floating lets a None h_res pass
-        raise TypeError(f"{op}: h_res must be a tensor, got {type(h_res).__name__}")
-    _floating(op, h_res=h_res)
-    if h_res.dim() < 2:
-        raise ValueError(f"{op}: h_res must have shape [..., n, n], got {_text(h_res.shape)}")
-    n = h_res.shape[-1]
-    torch._check_value(
-        h_res.shape[-2] == n, lambda: f"{op}: h_res must have shape [..., n, n], got {_text(h_res.shape)}"
-    )
-    _streams(op, "h_res[..., n, n]", n)
-    _sinkhorn(op, iters, eps, form)
+def _mask(call: Call, name: str, words: Sequence[str]) -> None:
+    """Checks a mask, which is bool, or floating in attention; it broadcasts along all dimensions, or along B and G."""
+    op, t, like = call.op, call.given[name], call.given[call.first]
+    index = op.startswith("index")
+    if t.dtype is not torch.bool:
+        if index:
+            raise TypeError(f"{op}: mask must be bool, got {t.dtype}")
+        if not t.is_floating_point():
+            raise TypeError(f"{op}: mask must be bool or floating, got {t.dtype}; pass mask.bool()")
+        _floating(op, name, t, like, call.first)
+    _same_device(op, name, t, like, call.first)
+    full = [call.sizes[w] for w in words]
+    meaning = f"broadcast to [B, S, T] = {text(full)}"
+    if not index:
+        meaning = f"have shape [B or 1, S, G or 1, S_kv], with [B, S, G, S_kv] = {text(full)}"
+
+    def message() -> str:
+        return f"{op}: mask must {meaning}, got {text(t.shape)}"
+
+    if t.dim() != len(full):
+        raise ValueError(message())
+    for word, got, want in zip(words, t.shape, full, strict=True):
+        if (word not in "BG" and not index) or not _is_one(got):
+            _equal(got, want, message)
 
 
-def mhc_sinkhorn_backward(grad: Tensor, h_res: Tensor, iters: int, eps: float, form: str) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_sinkhorn_backward`` fit together."""
-    op = "mhc_sinkhorn_backward"
-    mhc_sinkhorn(h_res, iters, eps, form, op=op)
-    _floating(op, h_res=h_res, grad=grad)
-    _shape(op, "grad", grad, h_res.shape, "h_res's")
+_SHAPES: dict[str, Callable[[Call, str, Sequence[str]], None]] = {
+    "x": _streams,
+    "phi": _phi,
+    "dh_res": _residual,
+    "dnext_res": _residual,
+    "kvqm": _kvqm,
+    "b_s": _bias,
+    "b_m": _bias,
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), _boundaries),
+    **dict.fromkeys(("segments_q", "segments_k"), _ids),
+    "mask": _mask,
+}
+"""The tensors whose shape is more than the names of their dimensions."""
 
 
-def mhc_post(
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    transpose_res: bool,
-    *,
-    op: str = "mhc_post",
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_post`` fit together."""
-    _floating(op, x=x, f_out=f_out, h_post=h_post, h_res=h_res)
-    n, d = _x(op, x)
-    lead = x.shape[:-2]
-    _shape(op, "f_out", f_out, [*lead, d], "[..., D]")
-    _shape(op, "h_post", h_post, [*lead, n], "[..., n]")
-    if h_res is not None:
-        _shape(op, "h_res", h_res, [*lead, n, n], "[..., n, n]")
-    if not isinstance(transpose_res, bool):
-        raise TypeError(f"{op}: transpose_res must be a bool, got {type(transpose_res).__name__}")
+# --- rules of several arguments -----------------------------------------------------------------------------
 
 
-def mhc_post_backward(
-    g: Tensor, x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_post_backward`` fit together."""
-    op = "mhc_post_backward"
-    mhc_post(x, f_out, h_post, h_res, transpose_res, op=op)
-    _floating(op, x=x, g=g)
-    _shape(op, "g", g, x.shape, "x's")
+def _coefficients(call: Call) -> None:
+    op, given, m, n = call.op, call.given, call.sizes["m"], call.sizes["n"]
+    if given["post_mult"] == 0:
+        raise ValueError(f"{op}: post_mult must be above 0, got {given['post_mult']}")
+    if given["sinkhorn_iters"] > 0 and m == 2 * n:
+        raise ValueError(
+            f"{op}: sinkhorn_iters must be 0 when phi has 2n = {m} rows (no residual matrix), got {given['sinkhorn_iters']}"
+        )
 
 
-def mhc_head(
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    norm_form: str = "inside",
-    *,
-    op: str = "mhc_head",
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_head`` fit together."""
-    _floating(op, x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
-    n, _ = _x(op, x)
-    _coefficients(op, x, phi, alpha, bias, gamma, {"n": n})
-    _norm(op, norm_eps, norm_form)
-    _eps(op, hc_eps=hc_eps)
+def _values(call: Call) -> None:
+    """Checks the width of values that are columns of the keys."""
+    width, d = call.given["v_width"], call.sizes["D"]
+    if call.given["v"] is None:
+        torch._check_value(width <= d, lambda: f"{call.op}: v_width must be at most Dk = {d}, got {width}")
+    torch._check_value(width >= 1, lambda: f"{call.op}: v must have Dv of at least 1, got {width}")
 
 
-def mhc_head_backward(
-    dh_in: Tensor | None,
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    dx_acc: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    norm_form: str = "inside",
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_head_backward`` fit together."""
-    op = "mhc_head_backward"
-    mhc_head(x, phi, alpha, bias, gamma, norm_eps, hc_eps, norm_form, op=op)
-    _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, dx_acc, phi.shape[0])
+def _topk(call: Call) -> None:
+    op, topk, keys = call.op, call.given["topk"], call.sizes["T"]
+    torch._check_value(topk >= 0, lambda: f"{op}: topk must be at least 0, got {topk}")
+    torch._check_value(topk <= keys, lambda: f"{op}: topk must be at most T = {keys}, the number of keys, got {topk}")
 
 
-def mhc_post_pre(
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    transpose_res: bool,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    *options: Any,
-    op: str = "mhc_post_pre",
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_post_pre`` fit together.
+def _blocks(call: Call) -> None:
+    op, count = call.op, call.given["count"]
+    length, stride, block = (call.given[name] for name in ("length", "stride", "block"))
+    if count < 3:
+        raise ValueError(f"{op}: count must be at least 3 (the first, the own and the previous block), got {count}")
+    if stride < 1 or length < stride or length % stride or block < stride or block % stride:
+        raise ValueError(
+            f"{op}: length and block must be multiples of stride, got length {length}, block {block}, stride {stride}"
+        )
 
-    ``options`` are those of ``mhc_pre``.
+
+_TOGETHER = {"post_mult": _coefficients, "v_width": _values, "topk": _topk, "count": _blocks}
+"""The rules of several arguments, by one that only ops with the rule have."""
+
+
+# --- one op -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rules:
+    """What the arguments of one op are: names in the schema's order, tensors in the order of their checks."""
+
+    op: str
+    names: tuple[str, ...]
+    first: str
+    tensors: tuple[tuple[str, bool], ...]
+    shapes: tuple[tuple[str, tuple[str, ...], Callable[[Call, str, Sequence[str]], None]], ...]
+    scalars: tuple[tuple[int, str], ...]
+    together: tuple[Callable[[Call], None], ...]
+
+
+_RULES: dict[str, _Rules] = {}
+
+
+def public(name: str) -> str:
+    """Returns the name of the public function that messages about op ``name`` show."""
+    return re.sub("_(list|entry|mask)_attention", "_attention", name)
+
+
+def prepare(name: str, types: Sequence[tuple[str, str, bool]]) -> None:
+    """Makes the rules of op ``name`` of its schema's arguments: the name, type and whether None is accepted of each."""
+    family, names = TABLE[name], tuple(argument for argument, _, _ in types)
+    tensors = [(argument, optional) for argument, kind, optional in types if kind == "Tensor"]
+    # A backward op begins with gradients. The forward's arguments are checked before what is compared with them.
+    at = next(i for i, (argument, _) in enumerate(tensors) if argument in ("x", "kvqm", "q", "h_res"))
+    tensors = tensors[at:] + tensors[:at]
+    words = {a: (family.dims.get(a) or family.dims[a.removeprefix("d")]).split() for a, _ in tensors}
+    if name.startswith("mhc"):  # H_res has as many outputs as inputs
+        words = {a: ["n" if w == "o" else w for w in some] for a, some in words.items()}
+    first = tensors[0][0]
+    rules = _SHAPES | ({first: _streams} if name.startswith("mhc") else {})
+    shapes = tuple((a, tuple(some), rules.get(a, Call.shape)) for a, some in words.items())
+    together = tuple(rule for argument, rule in _TOGETHER.items() if argument in names)
+    scalars = tuple((at, argument) for at, argument in enumerate(names) if argument in _SCALARS)
+    _RULES[name] = _Rules(public(name), names, first, tuple(tensors), shapes, scalars, together)
+
+
+def check(name: str, *args: Any, op: str | None = None) -> None:
+    """Raises ValueError or TypeError unless the arguments of op ``name`` are what it takes, and fit together.
+
+    Args:
+        name: Name of the op.
+        args: Its arguments by position; trailing ones may be left out.
+        op: The name that messages show; None for that of the op's public function.
     """
-    mhc_post(x, f_out, h_post, h_res, transpose_res, op=op)
-    mhc_pre(x, phi, alpha, bias, gamma, *options, op=op)
+    rules, family = _RULES[name], TABLE[name]
+    given = dict.fromkeys(rules.names) | dict(zip(rules.names, args, strict=False))
+    call = Call(op or rules.op, given, family, rules.first)
+    _types(call, rules)
+    for at, argument in rules.scalars:
+        if at < len(args):
+            _SCALARS[argument](call.op, argument, args[at])
+    if "v_width" in given:
+        call.sizes["V"] = given["v_width"]
+    for argument, words, rule in rules.shapes:
+        if given[argument] is not None:
+            rule(call, argument, words)
+            if argument in family.least:
+                call.least(argument, words)
+    for together in rules.together:
+        together(call)
 
 
-def mhc_post_head(
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    transpose_res: bool,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    *options: Any,
-    op: str = "mhc_post_head",
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_post_head`` fit together.
-
-    ``options`` are those of ``mhc_head``.
-    """
-    mhc_post(x, f_out, h_post, h_res, transpose_res, op=op)
-    mhc_head(x, phi, alpha, bias, gamma, *options, op=op)
+def _types(call: Call, rules: _Rules) -> None:
+    """Checks the kinds, dtypes and devices of the tensors."""
+    op, given, same = call.op, call.given, call.family.same
+    like, like_name = given[rules.first], rules.first
+    for name, optional in rules.tensors:
+        t = given[name]
+        if t is None and optional:
+            continue
+        if name in _INTEGRAL:
+            integers(op, name, t, like, like_name)
+        elif name == "mask":
+            strided(op, name, t)
+        else:
+            _floating(op, name, t, like, like_name)
+        if (other := same.get(name)) in given and t.dtype is not given[other].dtype:
+            raise TypeError(f"{op}: {name} must have {other}'s dtype {given[other].dtype}, got {t.dtype}")
 
 
-def mhc_post_pre_backward(
-    dx_out: Tensor | None,
-    dh_in: Tensor | None,
-    dnext_post: Tensor | None,
-    dnext_res: Tensor | None,
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    transpose_res: bool,
-    x_out: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    next_post: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    *options: Any,
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_post_pre_backward`` fit together."""
-    op = "mhc_post_pre_backward"
-    mhc_post_pre(x, f_out, h_post, h_res, transpose_res, phi, alpha, bias, gamma, *options, op=op)
-    _between(op, x, x_out, dx_out)
-    _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, None, phi.shape[0])
-    _of_coefficients(op, x, phi, next_post=next_post, dnext_post=dnext_post, dnext_res=dnext_res)
-
-
-def mhc_post_head_backward(
-    dx_out: Tensor | None,
-    dh_in: Tensor | None,
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    transpose_res: bool,
-    x_out: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    *options: Any,
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_post_head_backward`` fit together."""
-    op = "mhc_post_head_backward"
-    mhc_post_head(x, f_out, h_post, h_res, transpose_res, phi, alpha, bias, gamma, *options, op=op)
-    _between(op, x, x_out, dx_out)
-    _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, None, phi.shape[0])
-
-
-def _between(op: str, x: Tensor, x_out: Tensor, dx_out: Tensor | None) -> None:
-    """Checks the streams between the two halves of a fused op, and their gradient."""
-    _floating(op, x=x, x_out=x_out, dx_out=dx_out)
-    _shape(op, "x_out", x_out, x.shape, "x's")
-    if x_out.dtype is not x.dtype:
-        raise TypeError(f"{op}: x_out must have x's dtype {x.dtype}, got {x_out.dtype}")
-    if dx_out is not None:
-        _shape(op, "dx_out", dx_out, x.shape, "x's")
-
-
-def mhc_coefficients(*args: Any, op: str = "mhc_coefficients") -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_coefficients``, those of ``mhc_pre``, fit together."""
-    mhc_pre(*args, op=op)
-
-
-def mhc_coefficients_backward(
-    dh_pre: Tensor | None,
-    dh_post: Tensor | None,
-    dh_res: Tensor | None,
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    h_post: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    dx_acc: Tensor | None,
-    *options: Any,
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_coefficients_backward`` fit together."""
-    op = "mhc_coefficients_backward"
-    mhc_pre(x, phi, alpha, bias, gamma, *options, op=op)
-    _tokens(op, x, h_pre, h_mix, inv_rms, None, dx_acc, phi.shape[0])
-    _of_coefficients(op, x, phi, h_post=h_post, dh_pre=dh_pre, dh_post=dh_post, dh_res=dh_res)
-
-
-def _of_coefficients(op: str, x: Tensor, phi: Tensor, **tensors: Tensor | None) -> None:
-    """Checks coefficients and their gradients, which may be None; a name that ends in "res" is a matrix a token."""
-    lead, n = x.shape[:-2], x.shape[-2]
-    _floating(op, x=x, **tensors)
-    k = 0 if phi.shape[0] == 2 * n else n
-    for name, t in tensors.items():
-        if t is not None and name.endswith("res"):
-            _shape(op, name, t, [*lead, k, k], f"{name.removeprefix('d')}'s")
-        elif t is not None:
-            _shape(op, name, t, [*lead, n], "[..., n]")
-
-
-def mhc_collapse(x: Tensor, h_pre: Tensor, *, op: str = "mhc_collapse") -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_collapse`` fit together."""
-    _floating(op, x=x, h_pre=h_pre)
-    n, _ = _x(op, x)
-    _shape(op, "h_pre", h_pre, [*x.shape[:-2], n], "[..., n]")
-
-
-def mhc_collapse_backward(dh_in: Tensor, x: Tensor, h_pre: Tensor) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_collapse_backward`` fit together."""
-    op = "mhc_collapse_backward"
-    mhc_collapse(x, h_pre, op=op)
-    if dh_in is None:  # _floating lets a None dh_in pass
-        raise TypeError(f"{op}: dh_in must be a tensor, got NoneType")
-    _floating(op, x=x, dh_in=dh_in)
-    _shape(op, "dh_in", dh_in, [*x.shape[:-2], x.shape[-1]], "[..., D]")
-
-
-def mhc_single_pass(
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    h_pre: Tensor,
-    transpose_res: bool,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    *options: Any,
-    op: str = "mhc_single_pass",
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_single_pass`` fit together.
-
-    ``options`` are those of ``mhc_pre``.
-    """
-    mhc_post(x, f_out, h_post, h_res, transpose_res, op=op)
-    mhc_collapse(x, h_pre, op=op)
-    mhc_pre(x, phi, alpha, bias, gamma, *options, op=op)
-
-
-def mhc_single_pass_backward(
-    dx_out: Tensor | None,
-    dh_in: Tensor | None,
-    dnext_pre: Tensor | None,
-    dnext_post: Tensor | None,
-    dnext_res: Tensor | None,
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    h_pre: Tensor,
-    transpose_res: bool,
-    x_out: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    next_pre: Tensor,
-    next_post: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    *options: Any,
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``mhc_single_pass_backward`` fit together."""
-    op = "mhc_single_pass_backward"
-    mhc_single_pass(x, f_out, h_post, h_res, h_pre, transpose_res, phi, alpha, bias, gamma, *options, op=op)
-    _between(op, x, x_out, dx_out)
-    _tokens(op, x, next_pre, h_mix, inv_rms, dh_in, None, phi.shape[0], name="next_pre")
-    grads = {"dnext_pre": dnext_pre, "dnext_post": dnext_post, "dnext_res": dnext_res}
-    _of_coefficients(op, x, phi, next_post=next_post, **grads)
+def mask_of_lists(op: str, q: Tensor, k: Tensor, mask: Tensor) -> None:
+    """Raises ValueError or TypeError unless a mask that is given with lists fits to queries and keys."""
+    strided(op, "mask", mask)
+    family = TABLE["selection_mask_attention"]
+    call = Call(op, {"q": q, "k": k, "mask": mask}, family, "q")
+    for name in call.given:
+        (_mask if name == "mask" else Call.shape)(call, name, family.dims[name].split())

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.kernels.cpu import e79 as cpu
-from mhc_inductor.ops import checks_e79
 from mhc_inductor.ops.batching import fold
 from mhc_inductor.ops.registry import Gradient, define, implement, needed, refuse
 from mhc_inductor.ops.registry import call as call
@@ -184,7 +183,6 @@ for _name, _fake, _rule in (
         getattr(reference, _name),
         _fake,
         _GRADIENTS.get(_name),
-        getattr(checks_e79, _name),
         _rule,
     )
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops import checks_index
 from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.registry import Gradient, define, needed
 from mhc_inductor.ops.registry import call as call
@@ -78,7 +77,6 @@ for _name, _fake in _FAKES.items():
         getattr(reference, _name),
         _fake,
         _GRADIENTS.get(_name),
-        getattr(checks_index, _name),
         functools.partial(into_batch, _name),
         integers=_name == "index_topk",
     )

@@ -32,7 +32,6 @@ FUSED: set[str] = set()
 BEFORE_TRACE: list[Callable[[], None]] = []
 """What runs before an op is traced into a graph. The backend registers its lowerings and passes so."""
 
-_CHECKS: dict[str, Callable[..., None]] = {}
 # For each argument of each op: its name, its kind, and whether it may be None.
 _TYPES: dict[str, tuple[tuple[str, str, bool], ...]] = {}
 # For each op: the names of its arguments.
@@ -46,8 +45,6 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 }
 _WORDS = {"Tensor": "a tensor", "float": "a number", "int": "an int", "bool": "a bool", "str": "a string"}
 _RULES: dict[str, VmapRule] = {}
-# The public function that messages name, where it is not the op's name.
-_PUBLIC: dict[str, str] = {}
 
 # Parameters, which all tokens share. Every other tensor has the leading dimensions of x.
 _PARAM_NAMES = frozenset({"phi", "alpha", "bias", "gamma"})
@@ -76,7 +73,7 @@ def typed(name: str, *args: Any) -> None:
             continue
         # bool is a subclass of int but not accepted as a number
         if not isinstance(value, _PYTHON_TYPES[kind]) or (kind in ("float", "int") and isinstance(value, bool)):
-            public = _PUBLIC.get(name, name)
+            public = checks.public(name)
             raise TypeError(f"{public}: {argument} must be {_WORDS[kind]}, got {type(value).__name__}")
 
 
@@ -133,7 +130,7 @@ def _strided(name: str, *args: Any) -> None:
     """Raises TypeError if an argument of op ``name`` is no strided tensor."""
     for argument, value in zip(_NAMES[name], args, strict=False):
         if isinstance(value, Tensor):
-            checks.strided(_PUBLIC.get(name, name), argument, value)
+            checks.strided(checks.public(name), argument, value)
 
 
 def _all_fake(name: str, *args: Any) -> None:
@@ -142,7 +139,7 @@ def _all_fake(name: str, *args: Any) -> None:
     if mixed is not None:
         real, fake = (_NAMES[name][at] for at in mixed)
         raise TypeError(
-            f"{_PUBLIC.get(name, name)}: {real} must be a fake tensor as {fake} is, got a real one; "
+            f"{checks.public(name)}: {real} must be a fake tensor as {fake} is, got a real one; "
             f"pass {fake}.fake_mode.from_tensor({real}), or only real tensors"
         )
 
@@ -220,11 +217,10 @@ def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | Non
 
 def _checked(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``fn`` with the validation of op ``name`` in front."""
-    check = _CHECKS[name]
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        check(*args)
+        checks.check(name, *args)
         return fn(*args)
 
     return run
@@ -279,10 +275,8 @@ def define(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     grad: Gradient | None,
-    check: Callable[..., None] | None = None,
     vmap_rule: VmapRule | None = None,
     integers: bool = False,
-    public: str | None = None,
     fused: bool = False,
 ) -> None:
     """Defines op ``name`` with its schema, reference implementation, fake, gradient, validation and vmap rule.
@@ -293,16 +287,11 @@ def define(
         reference: Implementation for every device.
         fake: Computes outputs for fake tensors.
         grad: setup_context and backward of autograd. None for a backward op, whose differentiation raises RuntimeError.
-        check: Validates the arguments; None for the function of that name in ``checks.py``.
         vmap_rule: Replaces the default rule, which is for ops on tokens with leading dimensions.
         integers: Whether the outputs are integers, so that forward-mode tangents may be ignored.
-        public: The public function that messages name; None for the op's name.
         fused: Whether the op stands for several others.
     """
     REFERENCE[name] = reference
-    _CHECKS[name] = check or getattr(checks, name)
-    if public is not None:
-        _PUBLIC[name] = public
     if fused:
         FUSED.add(name)
     if vmap_rule is not None:
@@ -311,6 +300,7 @@ def define(
     qualname = f"mhc_inductor::{name}"
     _TYPES[name] = compat.ops.schema_types(_op(name))
     _NAMES[name] = tuple(argument for argument, _, _ in _TYPES[name])
+    checks.prepare(name, _TYPES[name])
     implement(name, reference, "CompositeExplicitAutograd")
     if name in eager.OPS:
         implement(name, functools.partial(eager.run, name, reference), "CUDA")

@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from mhc_inductor.kernels.cpu import selection as cpu
-from mhc_inductor.ops import checks_selection
 from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.registry import Gradient, define, implement, needed
 from mhc_inductor.ops.registry import call as call
@@ -81,7 +80,6 @@ for _name, _its_fake in (("selection_attention", _fake), ("selection_attention_b
         getattr(reference, _name),
         _its_fake,
         _GRADIENTS.get(_name),
-        getattr(checks_selection, _name),
         functools.partial(into_batch, _name),
     )
     implement(_name, getattr(cpu, _name), "CPU")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.ops.batching import into_batch
-from mhc_inductor.ops.checks import _floating, _shape, _text
 from mhc_inductor.ops.registry import call as call
 from mhc_inductor.ops.registry import define
 from mhc_inductor.reference.mhc import acc_dtype, as_given
@@ -26,27 +25,6 @@ SCHEMA = (
 
 CHUNK = 2**24
 """Scores (queries x heads x compressed keys) held at once, unless a single query has more."""
-
-
-def check(
-    q: Tensor, k: Tensor, lse: Tensor, scale: float, length: int, stride: int, block: int, count: int, s_kv: int
-) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``selection_blocks`` fit together."""
-    op = "selection_blocks"
-    _floating(op, q=q, k=k, lse=lse)
-    if q.dim() != 5:
-        raise ValueError(f"{op}: q must have shape [B, S, G, h, D], got {_text(q.shape)}")
-    if k.dim() != 4:
-        raise ValueError(f"{op}: k must have shape [B, G, N, D], got {_text(k.shape)}")
-    batch, _, groups, _, width = q.shape
-    _shape(op, "k", k, [batch, groups, k.shape[2], width], "[B, G, N, D]")
-    _shape(op, "lse", lse, q.shape[:4], "[B, S, G, h]")
-    if count < 3:
-        raise ValueError(f"{op}: count must be at least 3 (the first, the own and the previous block), got {count}")
-    if stride < 1 or length < stride or length % stride or block < stride or block % stride:
-        raise ValueError(
-            f"{op}: length and block must be multiples of stride, got length {length}, block {block}, stride {stride}"
-        )
 
 
 @as_given
@@ -130,7 +108,6 @@ define(
     selection_blocks,
     _fake,
     None,
-    check,
     functools.partial(into_batch, "selection_blocks"),
     integers=True,
 )

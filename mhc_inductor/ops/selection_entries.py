@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mhc_inductor.ops import checks_selection_lists, selection_lists
+from mhc_inductor.ops import selection_lists
 from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.registry import Gradient, call, define, needed
 from mhc_inductor.reference import selection_entries as reference
@@ -64,7 +64,5 @@ for _name, _its_fake in (("selection_entry_attention", _fake), ("selection_entry
         getattr(reference, _name),
         _its_fake,
         _GRADIENTS.get(_name),
-        getattr(checks_selection_lists, _name),
         functools.partial(into_batch, _name),
-        public=_name.replace("entry_", ""),
     )

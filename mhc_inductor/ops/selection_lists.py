@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from mhc_inductor.kernels.cpu import selection_lists as cpu
-from mhc_inductor.ops import checks_selection_lists
 from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.registry import Gradient, define, implement, needed
 from mhc_inductor.ops.registry import call as call
@@ -79,8 +78,6 @@ for _name, _its_fake in (("selection_list_attention", fake), ("selection_list_at
         getattr(reference, _name),
         _its_fake,
         _GRADIENTS.get(_name),
-        getattr(checks_selection_lists, _name),
         functools.partial(into_batch, _name),
-        public=_name.replace("list_", ""),
     )
     implement(_name, getattr(cpu, _name), "CPU")

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from mhc_inductor.kernels.cpu import selection_masks as cpu
-from mhc_inductor.ops import checks_selection_masks, selection_lists
+from mhc_inductor.ops import selection_lists
 from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.registry import Gradient, define, implement, needed
 from mhc_inductor.ops.registry import call as call
@@ -64,8 +64,6 @@ for _name, _its_fake in _FAKES.items():
         getattr(reference, _name),
         _its_fake,
         _GRADIENTS.get(_name),
-        getattr(checks_selection_masks, _name),
         functools.partial(into_batch, _name),
-        public=_name.replace("mask_", ""),
     )
     implement(_name, getattr(cpu, _name), "CPU")
