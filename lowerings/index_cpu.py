@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mhc_inductor import compat
 from mhc_inductor.reference import index as reference
-from mhc_inductor.reference.mhc import acc_dtype
+from mhc_inductor.reference.precision import acc_dtype
 
 _ALL = slice(None)
 

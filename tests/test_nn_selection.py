@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import mhc_inductor
 from mhc_inductor.nn import NativeSparseAttention, SelectionAttention
-from mhc_inductor.ops import selection_blocks
+from mhc_inductor.reference import selection_blocks
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor

@@ -214,7 +214,7 @@ BAD = {
     "v rows": ({"v": torch.zeros(2, 2, 6, 8)}, ValueError, "v must have shape"),
     "v_width": ({"v": None, "v_width": 9}, ValueError, "v_width must be at most Dk = 8, got 9"),
     "no v_width": ({"v": None, "v_width": 0}, ValueError, "Dv of at least 1"),
-    "one of the segments": ({"segments_q": torch.zeros(2, 5, dtype=torch.int32)}, ValueError, "segments_q and segments_k"),
+    "one of the segments": ({"segments_q": torch.zeros(2, 5, dtype=torch.int32)}, ValueError, "segments_k must be given where segments_q is"),
     "segments of floats": ({"segments_q": torch.zeros(2, 5), "segments_k": torch.zeros(2, 5)}, TypeError, "segments_q must be int32 or int64"),
     "sink": ({"sink": torch.zeros(3, 2)}, ValueError, "sink must have shape"),
     "bias of integers": ({"bias": torch.zeros(2, 5, 2, 9, dtype=torch.int32)}, TypeError, "bias must be bfloat16, float16"),

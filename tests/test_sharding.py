@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from mhc_inductor.ops import registry, sharding
+from mhc_inductor.ops import dims, registry, sharding
 from tests import sharded_checks, sharded_ops
 
 pytestmark = [
@@ -53,7 +53,7 @@ def test_every_op_is_in_the_table():
 @pytest.mark.parametrize("op", sharding.TABLE)
 def test_every_tensor_has_names(op):
     family, schema = sharding.TABLE[op], getattr(torch.ops.mhc_inductor, op).default._schema
-    results = sharding._results(op)
+    results = dims.results(op)
     assert len(results) == len(schema.returns) and all(results)
     tensors = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
     for name in (*tensors, *results):
@@ -68,7 +68,7 @@ def test_only_gradients_are_partial(op):
         if name != op:
             continue
         for results, inputs in sharding.strategies(op, *args):
-            partial = [r for r, p in zip(sharding._results(op), results, strict=True) if p.is_partial()]
+            partial = [r for r, p in zip(dims.results(op), results, strict=True) if p.is_partial()]
             assert all(r.startswith("d") for r in partial)
             assert len(inputs) == len(args) and not any(p is not None and p.is_partial() for p in inputs)
             assert [p is not None for p in inputs] == [isinstance(a, torch.Tensor) for a in args]

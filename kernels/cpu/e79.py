@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.reference.e79 import biases, initial, vectors
-from mhc_inductor.reference.mhc import acc_dtype, as_given
+from mhc_inductor.reference.precision import acc_dtype, as_given
 
 
 @as_given

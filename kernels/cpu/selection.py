@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mhc_inductor import compat
 from mhc_inductor.reference import selection as reference
-from mhc_inductor.reference.mhc import acc_dtype, as_given
+from mhc_inductor.reference.precision import acc_dtype, as_given
 from mhc_inductor.reference.selection import Rows, Slices
 
 from . import selection_core as core

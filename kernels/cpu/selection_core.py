@@ -22,7 +22,7 @@ from torch import Tensor
 from mhc_inductor import compat
 from mhc_inductor.log import warn_once
 from mhc_inductor.reference import selection as reference
-from mhc_inductor.reference.mhc import acc_dtype
+from mhc_inductor.reference.precision import acc_dtype
 
 from .selection_products import PRODUCTS
 from .selection_source import ATTENTION

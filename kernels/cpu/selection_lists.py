@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mhc_inductor.reference import selection
 from mhc_inductor.reference import selection_lists as reference
-from mhc_inductor.reference.mhc import as_given
+from mhc_inductor.reference.precision import as_given
 
 from . import selection as ranges
 from . import selection_core as core

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mhc_inductor.reference import selection
 from mhc_inductor.reference import selection_masks as reference
-from mhc_inductor.reference.mhc import acc_dtype
+from mhc_inductor.reference.precision import acc_dtype
 from mhc_inductor.reference.selection_lists import values_of
 
 from .selection import _ALL, _odd, fits

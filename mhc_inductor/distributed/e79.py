@@ -18,7 +18,7 @@ from mhc_inductor.distributed.once import once
 from mhc_inductor.ops import checks
 from mhc_inductor.ops.e79 import segment_length
 from mhc_inductor.ops.registry import call
-from mhc_inductor.reference.mhc import acc_dtype
+from mhc_inductor.reference.precision import acc_dtype
 
 _OP = "e79_scan"
 

@@ -13,7 +13,7 @@ from mhc_inductor.distributed.agreement import Agreed
 from mhc_inductor.distributed.groups import Members
 from mhc_inductor.distributed.moves import gather_rows, sum_rows
 from mhc_inductor.distributed.once import once
-from mhc_inductor.reference.mhc import acc_dtype
+from mhc_inductor.reference.precision import acc_dtype
 
 
 def gather(

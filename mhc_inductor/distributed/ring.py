@@ -16,7 +16,7 @@ from mhc_inductor.distributed.moves import exchange, wait
 from mhc_inductor.distributed.once import once
 from mhc_inductor.distributed.softmax import Running, Upstream
 from mhc_inductor.ops.selection import call, given
-from mhc_inductor.reference.mhc import acc_dtype
+from mhc_inductor.reference.precision import acc_dtype
 
 
 class _Ring(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops.dims import LEAD, TABLE, Family
+from mhc_inductor.ops.dims import LEAD, TABLE, Family, first_of
 
 FORMS = ("softmax", "exp", "exp_eps")
 NORM_FORMS = ("inside", "outside")
@@ -32,9 +32,6 @@ _INTEGERS = (torch.int32, torch.int64)
 def text(sizes: Sequence[Any]) -> str:
     """Returns sizes, or names of dimensions, as messages show them."""
     return "[" + ", ".join(map(str, sizes)) + "]"
-
-
-# --- one argument -------------------------------------------------------------------------------------------
 
 
 def strided(op: str, name: str, t: Any) -> None:
@@ -137,10 +134,9 @@ def _bool(op: str, name: str, value: Any) -> None:
 
 def _segment(op: str, name: str, value: Any) -> None:
     integer(op, name, value)
-    least, meaning = (
-        (1, "at least 1 (0 leaves no checkpoints to start from)") if "back" in op else (0, "0 (no checkpoints) or more")
-    )
-    torch._check_value(value >= least, lambda: f"{op}: {name} must be {meaning}, got {value}")
+    backward = op.endswith("_backward")
+    meaning = "at least 1 (0 leaves no checkpoints to start from)" if backward else "0 (no checkpoints) or more"
+    torch._check_value(value >= backward, lambda: f"{op}: {name} must be {meaning}, got {value}")
 
 
 def _scale(op: str, name: str, value: Any) -> None:
@@ -241,8 +237,8 @@ def _streams(call: Call, name: str, words: Sequence[str]) -> None:
     call.shape(name, words)
     n, t = call.sizes["n"], call.given[name]
     if not MIN_STREAMS <= n <= MAX_STREAMS:
-        said = f"{name}{call.said(words)}"
-        raise ValueError(f"{call.op}: {said} must hold {MIN_STREAMS} to {MAX_STREAMS} streams (n), got {n}")
+        least, most = MIN_STREAMS, MAX_STREAMS
+        raise ValueError(f"{call.op}: {name}{call.said(words)} must hold {least} to {most} streams (n), got {n}")
     if words[-1] == "D" and t.shape[-1] < MIN_WIDTH:
         raise ValueError(f"{call.op}: {name} must have a width D of at least {MIN_WIDTH}, got shape {text(t.shape)}")
 
@@ -371,9 +367,6 @@ _SHAPES: dict[str, Callable[[Call, str, Sequence[str]], None]] = {
 """The tensors whose shape is more than the names of their dimensions."""
 
 
-# --- rules of several arguments -----------------------------------------------------------------------------
-
-
 def _coefficients(call: Call) -> None:
     op, given, m, n = call.op, call.given, call.sizes["m"], call.sizes["n"]
     if given["post_mult"] == 0:
@@ -442,12 +435,12 @@ def prepare(name: str, types: Sequence[tuple[str, str, bool]]) -> None:
     family, names = TABLE[name], tuple(argument for argument, _, _ in types)
     tensors = [(argument, optional) for argument, kind, optional in types if kind == "Tensor"]
     # A backward op begins with gradients. The forward's arguments are checked before what is compared with them.
-    at = next(i for i, (argument, _) in enumerate(tensors) if argument in ("x", "kvqm", "q", "h_res"))
+    first = first_of(names)
+    at = [argument for argument, _ in tensors].index(first)
     tensors = tensors[at:] + tensors[:at]
     words = {a: (family.dims.get(a) or family.dims[a.removeprefix("d")]).split() for a, _ in tensors}
     if name.startswith("mhc"):  # H_res has as many outputs as inputs
         words = {a: ["n" if w == "o" else w for w in some] for a, some in words.items()}
-    first = tensors[0][0]
     rules = _SHAPES | ({first: _streams} if name.startswith("mhc") else {})
     shapes = tuple((a, tuple(some), rules.get(a, Call.shape)) for a, some in words.items())
     together = tuple(rule for argument, rule in _TOGETHER.items() if argument in names)
@@ -483,11 +476,10 @@ def check(name: str, *args: Any, op: str | None = None) -> None:
 
 def _types(call: Call, rules: _Rules) -> None:
     """Checks the kinds, dtypes and devices of the tensors."""
-    op, given, same = call.op, call.given, call.family.same
-    like, like_name = given[rules.first], rules.first
+    op, given, same, like_name = call.op, call.given, call.family.same, rules.first
+    like = given[like_name]
     for name, optional in rules.tensors:
-        t = given[name]
-        if t is None and optional:
+        if (t := given[name]) is None and optional:
             continue
         if name in _INTEGRAL:
             integers(op, name, t, like, like_name)
@@ -502,7 +494,6 @@ def _types(call: Call, rules: _Rules) -> None:
 def mask_of_lists(op: str, q: Tensor, k: Tensor, mask: Tensor) -> None:
     """Raises ValueError or TypeError unless a mask that is given with lists fits to queries and keys."""
     strided(op, "mask", mask)
-    family = TABLE["selection_mask_attention"]
-    call = Call(op, {"q": q, "k": k, "mask": mask}, family, "q")
+    call = Call(op, {"q": q, "k": k, "mask": mask}, TABLE["selection_mask_attention"], "q")
     for name in call.given:
-        (_mask if name == "mask" else Call.shape)(call, name, family.dims[name].split())
+        _SHAPES.get(name, Call.shape)(call, name, call.family.dims[name].split())

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
 
 LEAD = "..."
 """Stands for any number of leading dimensions."""
@@ -158,6 +160,22 @@ FAMILIES = (
 
 TABLE: dict[str, Family] = {op: family for family in FAMILIES for op in family.ops}
 """The family of each op in ``torch.ops.mhc_inductor``."""
+
+
+def first_of(arguments: Iterable[str]) -> str:
+    """Returns the tensor with which an op's others are compared: x, kvqm, q, or h_res of an op without x."""
+    return next(name for name in arguments if name in ("x", "kvqm", "q", "h_res"))
+
+
+def source_of(gradient: str) -> str:
+    """Returns what a gradient is of: that of X is named dX, and df for f_out."""
+    return "f_out" if gradient == "df" else gradient.removeprefix("d")
+
+
+def results(op: str) -> tuple[str, ...]:
+    """Returns the names of the results of a defined op."""
+    schema = getattr(torch.ops.mhc_inductor, op).default._schema
+    return TABLE[op].ops[op] or tuple(r.name for r in schema.returns)
 
 
 def names(family: Family, name: str, tensor: Any = None, rank: int | None = None) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The E79 ops (coupled memory-modulation matrix recurrence) in the namespace ``torch.ops.mhc_inductor``.
 
-This module defines the schemas, fakes, gradients and vmap rules of the scan and its backward op; ``registry.py``
-registers them.
+This module has the schemas and vmap rules of the scan and its backward op; ``derived.py`` makes the rest of them.
 
 The checkpoints and gates have no gradient: they exist for the backward op. Double backward raises RuntimeError.
 """
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from mhc_inductor.kernels.cpu import e79 as cpu
 from mhc_inductor.ops.batching import fold
-from mhc_inductor.ops.registry import Gradient, define, implement, needed, refuse
+from mhc_inductor.ops.derived import define_ops, gradient, saved
 from mhc_inductor.ops.registry import call as call
 from mhc_inductor.reference import e79 as reference
-from mhc_inductor.reference.mhc import acc_dtype
+from mhc_inductor.reference.precision import acc_dtype
 
 _INPUTS = "Tensor kvqm, Tensor? b_s, Tensor? b_m, Tensor? S0, Tensor? M0"
 SCHEMAS = {
@@ -53,57 +52,6 @@ def _most(a: int, b: int) -> int:
 
 def _least(a: int, b: int) -> int:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
-
-
-# --- shapes and dtypes of the outputs (fakes) ---------------------------------------------------------------
-
-
-def _like(t: Tensor | None, kvqm: Tensor) -> Tensor:
-    return kvqm.new_empty((0,), dtype=acc_dtype(kvqm.dtype)) if t is None else t.new_empty(t.shape)
-
-
-def _scan_fake(kvqm: Tensor, b_s: Any, b_m: Any, S0: Any, M0: Any, segment: int) -> tuple[Tensor, ...]:
-    steps, batch, width = kvqm.shape
-    n, acc = width // 4, acc_dtype(kvqm.dtype)
-    state = (batch, n, n)
-    if segment == 0:
-        saved: tuple[tuple[int, ...], ...] = ((0,), (0,))
-    else:
-        saved = ((2 * ((steps + segment - 1) // segment), *state), (steps, batch, 7, n))
-    return (
-        kvqm.new_empty((steps, batch, n)),
-        kvqm.new_empty(state, dtype=acc),
-        kvqm.new_empty(state, dtype=acc),
-        *(kvqm.new_empty(s, dtype=acc) for s in saved),
-    )
-
-
-def _scan_backward_fake(
-    dout: Any, dS: Any, dM: Any, kvqm: Tensor, b_s: Any, b_m: Any, S0: Any, M0: Any, *_: Any
-) -> tuple[Tensor, ...]:
-    return tuple(_like(t, kvqm) for t in (kvqm, b_s, b_m, S0, M0))
-
-
-# --- gradients ----------------------------------------------------------------------------------------------
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.segment = inputs
-    ctx.save_for_backward(*tensors, *output[3:])
-    ctx.mark_non_differentiable(*output[3:])
-    ctx.set_materialize_grads(False)
-
-
-def _grad(ctx: Any, dout: Any, dS: Any, dM: Any, *others: Any) -> tuple[Tensor | None, ...]:
-    refuse("e79_scan", ("checkpoints", "gates"), others)
-    if dout is None and dS is None and dM is None:
-        return needed(ctx)
-    if ctx.segment == 0:
-        raise RuntimeError(
-            "mhc_inductor: e79_scan was called with segment = 0, which keeps no checkpoints, but a gradient arrived; "
-            "give the op a segment of at least 1, or call mhc_inductor.e79_scan, which chooses it"
-        )
-    return needed(ctx, *call("e79_scan_backward", dout, dS, dM, *ctx.saved_tensors, ctx.segment))
 
 
 # --- vmap: batch merged into B -----------------------------------------------------------------------------
@@ -171,19 +119,22 @@ def _scan_backward_vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *ar
     return tuple(t for t, _ in pairs), tuple(dim for _, dim in pairs)
 
 
-_GRADIENTS: dict[str, Gradient] = {"e79_scan": (_setup, _grad)}
+_SETUP, _BACKWARD = gradient("e79_scan")
 
-for _name, _fake, _rule in (
-    ("e79_scan", _scan_fake, _scan_vmap),
-    ("e79_scan_backward", _scan_backward_fake, _scan_backward_vmap),
-):
-    define(
-        _name,
-        SCHEMAS[_name],
-        getattr(reference, _name),
-        _fake,
-        _GRADIENTS.get(_name),
-        _rule,
-    )
 
-implement("e79_scan", cpu.e79_scan, "CPU")
+def _grad(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    if any(g is not None for g in grads[:3]) and saved(ctx)[-1] == 0:
+        raise RuntimeError(
+            "mhc_inductor: e79_scan was called with segment = 0, which keeps no checkpoints, but a gradient arrived; "
+            "give the op a segment of at least 1, or call mhc_inductor.e79_scan, which chooses it"
+        )
+    return _BACKWARD(ctx, *grads)
+
+
+define_ops(
+    SCHEMAS,
+    reference,
+    cpu,
+    gradients={"e79_scan": (_SETUP, _grad)},
+    vmap_rules={"e79_scan": _scan_vmap, "e79_scan_backward": _scan_backward_vmap},
+)

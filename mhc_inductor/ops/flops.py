@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mhc_inductor.ops import sharding
+from mhc_inductor.ops import dims
 from mhc_inductor.reference.selection import clipped, key_bounds
 
 # A product, as the names of the dimensions that it runs over, and the result whose gradient its backward needs ("": any).
@@ -66,11 +66,11 @@ PRODUCTS: dict[str, Products] = {
 
 def _sizes(op: str, given: Mapping[str, Any], results: tuple[Any, ...]) -> dict[str, int]:
     """Returns the size of every named dimension of a call."""
-    family, sizes = sharding.TABLE[op], dict[str, int]()
+    family, sizes = dims.TABLE[op], dict[str, int]()
     tensors = [(name, t) for name, t in given.items() if isinstance(t, Tensor)]
     tensors.sort(key=lambda pair: pair[0] not in family.dims)  # gradients last: that of an absent h_res is empty
-    for name, t in (*tensors, *zip(sharding._results(op), results, strict=True)):
-        for word, size in zip(sharding.names(family, name, t), t.shape, strict=True):
+    for name, t in (*tensors, *zip(dims.results(op), results, strict=True)):
+        for word, size in zip(dims.names(family, name, t), t.shape, strict=True):
             sizes.setdefault(word, size)
     return sizes
 
@@ -118,5 +118,5 @@ def count(op: str, *args: Any, out_val: Any, **kwargs: Any) -> int:
 
 def register() -> None:
     """Registers the formulas of all ops with torch."""
-    for op in sharding.TABLE:
+    for op in dims.TABLE:
         register_flop_formula(getattr(torch.ops.mhc_inductor, op), get_raw=True)(functools.partial(count, op))

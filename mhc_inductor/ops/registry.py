@@ -63,6 +63,11 @@ def _op(name: str) -> Any:
     return getattr(torch.ops.mhc_inductor, name).default
 
 
+def argument_names(name: str) -> tuple[str, ...]:
+    """Returns the names of the arguments of op ``name``."""
+    return _NAMES[name]
+
+
 def typed(name: str, *args: Any) -> None:
     """Raises TypeError unless the leading arguments of op ``name`` have the Python types of its schema.
 
@@ -278,6 +283,7 @@ def define(
     vmap_rule: VmapRule | None = None,
     integers: bool = False,
     fused: bool = False,
+    cpu: Callable[..., Any] | None = None,
 ) -> None:
     """Defines op ``name`` with its schema, reference implementation, fake, gradient, validation and vmap rule.
 
@@ -290,6 +296,7 @@ def define(
         vmap_rule: Replaces the default rule, which is for ops on tokens with leading dimensions.
         integers: Whether the outputs are integers, so that forward-mode tangents may be ignored.
         fused: Whether the op stands for several others.
+        cpu: Implementation on a CPU; None for the reference's.
     """
     REFERENCE[name] = reference
     if fused:
@@ -302,6 +309,8 @@ def define(
     _NAMES[name] = tuple(argument for argument, _, _ in _TYPES[name])
     checks.prepare(name, _TYPES[name])
     implement(name, reference, "CompositeExplicitAutograd")
+    if cpu is not None:
+        implement(name, cpu, "CPU")
     if name in eager.OPS:
         implement(name, functools.partial(eager.run, name, reference), "CUDA")
     for key in ("NestedTensorCPU", "NestedTensorCUDA"):  # not among the backends of the key above

@@ -8,14 +8,9 @@ so does double backward.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from torch import Tensor
-
-from mhc_inductor.ops import selection_lists
-from mhc_inductor.ops.batching import into_batch
-from mhc_inductor.ops.registry import Gradient, call, define, needed
+from mhc_inductor.ops.derived import define_ops, gradient
 from mhc_inductor.reference import selection_entries as reference
 
 _INPUTS = "Tensor q, Tensor k, Tensor? v, Tensor indices, Tensor bias, Tensor? sink"
@@ -28,41 +23,13 @@ SCHEMAS = {
     ),
 }
 
-
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    return selection_lists.fake(*args[:-1])
+_SETUP, _BACKWARD = gradient("selection_entry_attention")
 
 
-def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    *given, _bias, sink = args[:8]
-    return selection_lists.backward_fake(*given, sink)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, scale, v_width, repeats = inputs
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     if ctx.needs_input_grad[4]:
         raise RuntimeError("mhc_inductor: selection_attention has no gradient for bias; pass bias.detach()")
-    ctx.options = scale, v_width, repeats
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
+    _SETUP(ctx, inputs, output)
 
 
-def _grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dout is None and dlse is None:
-        return needed(ctx)
-    saved = ctx.saved_tensors
-    dq, dk, dv, dsink = call("selection_entry_attention_backward", dout, dlse, *saved, *ctx.options)
-    return needed(ctx, dq, dk, None if saved[2] is None else dv, None, None, dsink)
-
-
-_GRADIENTS: dict[str, Gradient] = {"selection_entry_attention": (_setup, _grad)}
-
-for _name, _its_fake in (("selection_entry_attention", _fake), ("selection_entry_attention_backward", _backward_fake)):
-    define(
-        _name,
-        SCHEMAS[_name],
-        getattr(reference, _name),
-        _its_fake,
-        _GRADIENTS.get(_name),
-        functools.partial(into_batch, _name),
-    )
+define_ops(SCHEMAS, reference, gradients={"selection_entry_attention": (_setup, _BACKWARD)})

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from mhc_inductor import compat
-from mhc_inductor.ops.dims import LEAD
+from mhc_inductor.ops.dims import LEAD, results, source_of
 from mhc_inductor.ops.dims import TABLE as TABLE
 from mhc_inductor.ops.dims import names as names
 
@@ -43,16 +43,11 @@ Placement = Any
 Strategy = tuple[list[Placement], list[Placement | None]]
 
 
-def _results(op: str) -> tuple[str, ...]:
-    schema = getattr(torch.ops.mhc_inductor, op).default._schema
-    return TABLE[op].ops[op] or tuple(r.name for r in schema.returns)
-
-
 def _absent(op: str, result: str, given: Mapping[str, Any]) -> bool:
     """Returns whether a result is a placeholder of shape [0]: of an argument that is None, or of no checkpoints."""
     if result in ("checkpoints", "gates"):
         return bool(given["segment"] == 0)
-    source = {"df": "f_out"}.get(result, result.removeprefix("d"))
+    source = source_of(result)
     return source != result and source in given and given[source] is None
 
 
@@ -85,7 +80,7 @@ def strategies(op: str, *args: Any) -> list[Strategy]:
     given.update(zip(given, args, strict=False))
     tensors = {k: names(family, k, given[k]) for k in list(given)[: len(args)] if hasattr(given[k], "shape")}
     lead = sum(word.isdigit() for word in next(iter(tensors.values()), ()))
-    results = [_result_names(op, result, given, lead) for result in _results(op)]
+    made = [_result_names(op, result, given, lead) for result in results(op)]
     split = family.independent.get(op, family.independent[""]).split()
     if split == [LEAD]:
         split = [str(i) for i in range(lead)]
@@ -99,7 +94,7 @@ def strategies(op: str, *args: Any) -> list[Strategy]:
 
     def strategy(name: str, otherwise: Placement) -> Strategy:
         inputs = [place(tensors[k], name, Replicate()) if k in tensors else None for k in list(given)[: len(args)]]
-        return [place(names, name, otherwise) for names in results], inputs
+        return [place(names, name, otherwise) for names in made], inputs
 
     return [strategy("", Replicate()), *(strategy(name, Partial("sum")) for name in split)]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mhc_inductor.reference.mhc import acc_dtype, as_given
+from mhc_inductor.reference.precision import acc_dtype, as_given
 
 EPS = 1e-6  # added to the norms of k and m
 

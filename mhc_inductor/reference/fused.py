@@ -11,12 +11,12 @@ from torch import Tensor
 
 from mhc_inductor.reference import mhc
 from mhc_inductor.reference.mhc import (
-    as_given,
     coefficients_backward,
     collapse_dots,
     head_logit_gradient,
     pre_logit_gradients,
 )
+from mhc_inductor.reference.precision import as_given
 
 
 @as_given

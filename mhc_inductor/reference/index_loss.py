@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.reference.index import chunks
-from mhc_inductor.reference.mhc import acc_dtype, as_given
+from mhc_inductor.reference.precision import acc_dtype, as_given
 
 CHUNK = 2**22
 """Gathered numbers and products of all heads held at once, unless a single query has more."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mhc_inductor.reference.mhc import acc_dtype, as_given
+from mhc_inductor.reference.precision import acc_dtype, as_given
 from mhc_inductor.reference.segments import same_segment
 
 CHUNK = 2**22

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mhc_inductor.reference.index import chunks
 from mhc_inductor.reference.index_loss import add_rows, gathered
-from mhc_inductor.reference.mhc import acc_dtype, as_given
+from mhc_inductor.reference.precision import acc_dtype, as_given
 from mhc_inductor.reference.selection import CHUNK, Rows, attend, attend_backward, backward_rows
 from mhc_inductor.reference.selection_lists import values_of
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mhc_inductor.reference import selection
-from mhc_inductor.reference.mhc import as_given
+from mhc_inductor.reference.precision import as_given
 from mhc_inductor.reference.segments import ANY_SEGMENT
 
 

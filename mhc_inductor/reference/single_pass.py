@@ -11,7 +11,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from mhc_inductor.reference import mhc
-from mhc_inductor.reference.mhc import acc_dtype, as_given, coefficients_backward, collapse_dots, output
+from mhc_inductor.reference.mhc import coefficients_backward, collapse_dots, output
+from mhc_inductor.reference.precision import acc_dtype, as_given
 
 
 @as_given
