@@ -136,7 +136,7 @@ def _segment(op: str, name: str, value: Any) -> None:
     integer(op, name, value)
     backward = op.endswith("_backward")
     meaning = "at least 1 (0 leaves no checkpoints to start from)" if backward else "0 (no checkpoints) or more"
-    torch._check_value(value >= backward, lambda: f"{op}: {name} must be {meaning}, got {value}")
+    torch._check_value(value >= int(backward), lambda: f"{op}: {name} must be {meaning}, got {value}")
 
 
 def _scale(op: str, name: str, value: Any) -> None:
