@@ -30,9 +30,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """The packages and modules of ``mhc_inductor``, from bottom to top: each imports only from layers below its own."""
 
-PART_OF = {"page": "routing"}
-"""What has no place of its own: the page is how a report of routing is shown, and only the report imports it."""
-
 EVERYWHERE = frozenset({*LAYERS[0], *LAYERS[1]})
 """What nearly all others import: the diagram leaves it out."""
 
@@ -125,8 +122,8 @@ def place(module: str) -> str:
         KeyError: The module is in no layer.
     """
     name = "mhc_inductor" if module == "mhc_inductor" else module.removeprefix("mhc_inductor.")
-    while name not in _LEVEL and name not in PART_OF:
+    while name not in _LEVEL:
         if "." not in name:
             raise KeyError(f"{module} is in no layer: add it to LAYERS of benchmarks/imports.py")
         name = name.rpartition(".")[0]
-    return PART_OF.get(name, name)
+    return name

@@ -24,8 +24,10 @@ FILES = [f for folder in ("mhc_inductor", "lowerings", "kernels") for f in sorte
 LAYERS = {
     "lowerings": "lowerings",
     "backend.py": "backend",
+    "explanation.py": "routing",
     "passes.py": "backend",
     "replay": "backend",
+    "report": "routing",
     "warming": "processes",
 } | {layer: layer for layer in ("exported", "kernels", "ops", "routing")}
 """The module of compat that each folder or file may use, besides what is shared."""
