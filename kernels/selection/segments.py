@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segment ids of keys and queries: which keys of a tile count for a query (``ops/segments.py``).
+"""Segment ids of keys and queries: which keys of a tile count for a query (``reference/segments.py``).
 
 A key counts where its id is the query's, or the wildcard. One program a tile of BN keys writes the bounds of its ids,
 bounds[B, NT, 4], so that others skip the tiles of other segments and compare ids only in those that a query sees in
