@@ -37,7 +37,7 @@ from .sparse_cases import (
 )
 from .sparse_report import plot, table
 
-__all__ = ["Job", "Process", "Settings", "fill", "gather", "judge", "measure", "plot", "run", "table", "write"]
+__all__ = ["Job", "Process", "Settings", "fill", "gather", "rate", "measure", "plot", "run", "table", "write"]
 SPENT = "the run's budget of seconds was spent"
 BACKENDS = dict.fromkeys((COMPILE, COMPILE_GRAPHS), "inductor")
 BACKENDS |= dict.fromkeys((OURS, OURS_GRAPHS, OURS_LAYERS), "mhc_inductor")
@@ -219,11 +219,11 @@ def gather(settings: Settings, measured: Iterable[Row]) -> Row:
     result["rows"] = processes.without_stamps([*measured])
     result["complete"] = len(result["rows"]) == len(settings.plan())
     result["bars_apply"] = running.BARS_DEVICE in result["device"]["name"] and not settings.toy
-    judge(result, settings.cases)
+    rate(result, settings.cases)
     return result
 
 
-def judge(result: Row, cases: Iterable[Case]) -> None:
+def rate(result: Row, cases: Iterable[Case]) -> None:
     """Sets the verdicts of ``result`` on its rows, and its errors."""
     by_case = {c: {r["variant"]: r for r in result["rows"] if r["case"] == c.name} for c in cases}
     result["verdicts"] = [v for c, of in by_case.items() if result["bars_apply"] for v in sparse_cases.verdicts(c, of)]
@@ -249,7 +249,7 @@ def fill(result: Row, later: Row) -> Row:
     if rows == result["rows"]:
         raise ValueError("the later run has none of the rows that the first one had no time for")
     filled = {**result, "rows": rows}
-    judge(filled, [Case(**made) for made in result["settings"]["cases"]])
+    rate(filled, [Case(**made) for made in result["settings"]["cases"]])
     return filled
 
 
