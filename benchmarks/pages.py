@@ -371,7 +371,7 @@ def _versions(results: Results) -> str:
 
 def _families(results: Results) -> str:
     """Returns what is routed of each family of transformers, from the table that the tests of whole models assert."""
-    from tests import sparse_families
+    from tests.formulas import sparse_families
 
     lines = []
     for name, family in sparse_families.FAMILIES.items():

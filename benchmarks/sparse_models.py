@@ -37,7 +37,7 @@ from .sparse_cases import (
 )
 from .sparse_report import plot, table
 
-__all__ = ["Job", "Process", "Settings", "fill", "gather", "rate", "measure", "plot", "run", "table", "write"]
+__all__ = ["Job", "Process", "Settings", "fill", "gather", "measure", "plot", "rate", "run", "table", "write"]
 SPENT = "the run's budget of seconds was spent"
 BACKENDS = dict.fromkeys((COMPILE, COMPILE_GRAPHS), "inductor")
 BACKENDS |= dict.fromkeys((OURS, OURS_GRAPHS, OURS_LAYERS), "mhc_inductor")

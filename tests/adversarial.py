@@ -32,11 +32,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import tests.laws as laws
 from benchmarks.source_hash import ROUTING, source_hash
 from tests import test_laws_autograd
-from tests.laws import Leaves, Program, Seen
-from tests.laws_writes import PLAIN, UNRECORDED, WRITES
+from tests.formulas import laws
+from tests.formulas.laws import Leaves, Program, Seen
+from tests.formulas.laws_writes import PLAIN, UNRECORDED, WRITES
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "adversarial.json"

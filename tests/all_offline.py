@@ -21,8 +21,8 @@ from rich.console import Console
 
 from benchmarks import running
 from benchmarks.source_hash import ROOT, source_hash
-from tests.counting import run
-from tests.offline import RECORD, TABLE, TRITON
+from tests.tools.counting import run
+from tests.tools.offline import RECORD, TABLE, TRITON
 
 TESTS = pathlib.Path(__file__).parent
 RESULT = ROOT / "benchmarks" / "results" / "offline.json"

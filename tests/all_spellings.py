@@ -26,7 +26,7 @@ from benchmarks.source_hash import ROUTING, source_hash
 from tests import test_routing_e79 as e79
 from tests import test_routing_selection as selection
 from tests import test_routing_spellings as mhc
-from tests.spellings_selection import held
+from tests.formulas.spellings_selection import held
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "routing_spellings.json"
 COUNTS = {"mhc": mhc.TOTAL, "mhc mutants": len(mhc.MUTANTS), "e79": e79.RANDOM, "selection": selection.RANDOM}

@@ -16,9 +16,10 @@ import torch._dynamo.guards
 import torch._inductor.config
 from torch._inductor.cpu_vec_isa import supported_vec_isa_list, valid_vec_isa_list
 
-from tests import each_commit, golden
+from tests import golden
+from tests.tools import each_commit
 
-pytest.register_assert_rewrite("op_contract")
+pytest.register_assert_rewrite("tests.oracles.op_contract")
 golden.watch()
 GPU = torch.cuda.is_available()
 os.environ["MHC_INDUCTOR_TUNED"] = "0"  # the closed forms are tested, also on a machine that was tuned
@@ -37,7 +38,7 @@ if not GPU:
     torch._inductor.config.cpp.vec_isa_ok = False
 
 if INTERPRETED and not GPU:
-    from interpreter_fixes import fix_masks, fix_numbers, speed_up
+    from tests.tools.interpreter_fixes import fix_masks, fix_numbers, speed_up
 
     fix_masks()
     fix_numbers()

@@ -4,7 +4,7 @@
 ``python -m tests.faults`` plants each fault in a copy of the tree, runs the tests named with it as ``./dev test`` chooses
 their cases, up to the first that fails, and writes which that was to ``benchmarks/results/faults.json``. It exits with 1 if
 a fault is not seen. A change that makes the tests fewer, shorter or other ones, such as of
-:data:`tests.each_commit.SECONDS`, is followed by such a run: what was seen before must be seen after it.
+:data:`tests.tools.each_commit.SECONDS`, is followed by such a run: what was seen before must be seen after it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.progress import track
 
 from benchmarks import running
 from benchmarks.source_hash import ROOT, TESTED, source_hash
-from tests.each_commit import SECONDS, environment
+from tests.tools.each_commit import SECONDS, environment
 
 RESULT = ROOT / "benchmarks" / "results" / "faults.json"
 _PASS = "mhc_inductor/routing"

@@ -33,9 +33,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.source_hash import ROUTING, source_hash
-from tests.capture import Captured, difference, evaluate, run
-from tests.mutations import ALL
-from tests.spellings import Formula, Settings, _picked
+from tests.formulas.mutations import ALL
+from tests.formulas.spellings_mhc import Formula, Settings, _picked
+from tests.tools.capture import Captured, difference, evaluate, run
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "routing_fuzz.json"
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}

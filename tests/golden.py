@@ -18,7 +18,7 @@ from collections import Counter
 
 from mhc_inductor import routing
 from mhc_inductor.report import Report
-from tests.each_commit import ungrouped
+from tests.tools.each_commit import ungrouped
 
 TABLE = pathlib.Path(__file__).with_name("golden.txt")
 FILES = ("test_routing_", "test_sparse_models", "test_laws_", "test_decoding_families", "test_adversarial")

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from benchmarks import running
 from benchmarks.source_hash import ROOT, source_hash
-from tests.counting import run
+from tests.tools.counting import run
 
 RESULT = ROOT / "benchmarks" / "results" / "versions.json"
 TESTS = pathlib.Path(__file__).parent

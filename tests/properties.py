@@ -34,16 +34,17 @@ from benchmarks.source_hash import ROOT, source_hash
 
 sys.path.insert(0, str(ROOT / "tests"))  # the helpers import each other by name, as under pytest
 
-import helpers_e79
-import helpers_index
-import helpers_lists
-import helpers_masks
-import helpers_mhc
-import helpers_selection
-import helpers_single_pass
 import test_nn_selection
 import test_ops_index_loss
-from op_contract import op, strided
+
+from tests.oracles import e79 as helpers_e79
+from tests.oracles import index as helpers_index
+from tests.oracles import lists as helpers_lists
+from tests.oracles import masks as helpers_masks
+from tests.oracles import mhc as helpers_mhc
+from tests.oracles import selection as helpers_selection
+from tests.oracles import single_pass as helpers_single_pass
+from tests.oracles.op_contract import op, strided
 
 RESULT = ROOT / "benchmarks" / "results" / "properties.json"
 FOLDERS = ("kernels/cpu", "mhc_inductor/ops", "mhc_inductor/reference")

@@ -9,11 +9,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import helpers_index
-import helpers_lists
-import helpers_mhc
-import helpers_selection
-import helpers_single_pass
 import test_nn_selection
 import test_ops_index_loss
 import torch
@@ -32,6 +27,11 @@ from mhc_inductor.nn import (
     expand,
 )
 from tests import properties
+from tests.oracles import index as helpers_index
+from tests.oracles import lists as helpers_lists
+from tests.oracles import mhc as helpers_mhc
+from tests.oracles import selection as helpers_selection
+from tests.oracles import single_pass as helpers_single_pass
 from tests.properties import DTYPE, INTEGERS, LEAD, Call, Property, close, in_documents, laid_out
 
 F64 = torch.float64

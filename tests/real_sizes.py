@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from tests import generated, reference_models_e79, reference_models_mhc
-from tests.fakecuda import fake_cuda, generated_code
+from tests.formulas import reference_models_e79, reference_models_mhc
+from tests.tools import generated
+from tests.tools.fakecuda import fake_cuda, generated_code
 
 
 class Written(nn.Module):

@@ -17,7 +17,7 @@ from mhc_inductor.nn import HyperConnection, HyperHead
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # the helpers import each other by name, as under pytest
 
-from tests import packaged
+from tests.tools import packaged
 
 DATA = pathlib.Path(__file__).parent / "data"
 WIDTH = 16

@@ -16,8 +16,8 @@ import warnings
 
 import torch
 
-from tests import sparse_runs
-from tests.sparse_families import FAMILIES
+from tests.formulas import sparse_runs
+from tests.formulas.sparse_families import FAMILIES
 
 
 def show(family: str, attention: str, name: str, folder: pathlib.Path | None) -> list[str]:

@@ -2,7 +2,7 @@
 """Runs every test but those marked ``whole``, every case of each, and writes the committed counts and times.
 
 ``python -m tests.suite`` takes an hour on two cores. ``./dev test`` runs a part of it, chosen by the times that were
-written (``tests/each_commit.py``); ``tests/test_results.py`` checks that the counts are of this tree's code and tests.
+written (``tests/tools/each_commit.py``); ``tests/test_results.py`` checks that the counts are of this tree's code and tests.
 ``--add FILE`` runs the tests of a file alone and writes the times of those that have none, as of a new file's.
 """
 
@@ -21,8 +21,8 @@ from rich.console import Console
 
 from benchmarks import running
 from benchmarks.source_hash import TESTED, source_hash
-from tests.counting import Counted, run
-from tests.each_commit import RESULT
+from tests.tools.counting import Counted, run
+from tests.tools.each_commit import RESULT
 
 LEAST = 1.0
 """Seconds of a test function below which its time is not written."""

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.source_hash import ROUTING, source_hash
 from mhc_inductor.routing.operators.index import operator
-from tests import adversarial, laws
+from tests import adversarial
 from tests.adversarial import (
     DTYPES,
     RESULT,
@@ -28,6 +28,7 @@ from tests.adversarial import (
     random_case,
     shrunk,
 )
+from tests.formulas import laws
 
 SEED, EACH = 1, 10  # differs from the full run's seed
 SHARE = 0.6

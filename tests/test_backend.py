@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 
-import helpers_mhc as h
 import pytest
 import torch
 import torch._dynamo.testing
@@ -18,6 +17,7 @@ from torch._inductor.utils import run_and_get_code
 
 import mhc_inductor
 from mhc_inductor import backend, mhc_post, mhc_pre, passes
+from tests.oracles import mhc as h
 
 
 def layer(x, phi, alpha, bias, gamma, w):

@@ -9,13 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor.kernels import background, eager
 from mhc_inductor.kernels.e79.gluon_forward import e79_forward_gluon
 from mhc_inductor.kernels.launch import DeviceProps, Recorder
+from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 START = background.start

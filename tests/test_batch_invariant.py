@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor import backend, compat, passes
 from mhc_inductor.kernels.launch import EagerBuilder
 from mhc_inductor.options import DEFAULT, RoutingOptions
-from tests.generated import launches
+from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.tools.generated import launches
 
 OPS = torch.ops.mhc_inductor
 NAME = "mhc_inductor.batch_invariant"

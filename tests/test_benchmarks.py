@@ -19,12 +19,12 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from helpers_benchmarks import unlike
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
 from benchmarks import accuracy, environment, mhc, mhc_calls, mhc_cases, report, running, source_hash, timing, tritons
 from benchmarks import mhc_targets as targets
+from tests.tools.toy_runs import unlike
 
 pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests read
 CPU = torch.device("cpu")

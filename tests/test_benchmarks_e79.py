@@ -16,8 +16,6 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from helpers_benchmarks import unlike
-from helpers_e79 import oracle
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
@@ -26,6 +24,8 @@ from benchmarks import e79_targets as targets
 from mhc_inductor.kernels.e79.plan import plan_e79_scan, plan_e79_scan_backward
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.ops.e79 import segment_length
+from tests.oracles.e79 import oracle
+from tests.tools.toy_runs import unlike
 
 pytestmark = pytest.mark.xdist_group("benchmarks_e79")  # one worker makes the run that most tests read
 CPU = torch.device("cpu")

@@ -15,12 +15,12 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from helpers_benchmarks import unlike
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
 from benchmarks import index, index_cases, index_targets, pages, running, timing
 from tests import test_results
+from tests.tools.toy_runs import unlike
 
 CPU = torch.device("cpu")
 # The shapes are tiny, and one worker makes the run that most tests read.

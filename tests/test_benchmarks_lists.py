@@ -17,7 +17,6 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from helpers_benchmarks import unlike
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
@@ -35,6 +34,7 @@ from benchmarks import (
 from benchmarks import lists_targets as targets
 from benchmarks.lists_targets import Shape
 from tests import test_results
+from tests.tools.toy_runs import unlike
 
 CPU = torch.device("cpu")
 # The shapes are tiny, and one worker makes the run that most tests read.

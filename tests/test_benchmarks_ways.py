@@ -19,7 +19,7 @@ from benchmarks import processes, ways
 from benchmarks.ways import cell
 from benchmarks.ways.cell import NAMED, RIGHT, WAYS, WIDE, WRONG, Got, Runner
 from benchmarks.ways.models import MODELS, missing
-from tests.sparse_families import FAMILIES
+from tests.formulas.sparse_families import FAMILIES
 
 CPU = torch.device("cpu")
 SMALL = [name for name, of in MODELS.items() if not of.wide]

@@ -11,18 +11,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-import helpers_e79
-import helpers_selection
 import pytest
-import reference_models_mhc
 import torch
-from helpers_mhc import relative
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import mhc_inductor
 from mhc_inductor import fingerprint
+from tests.formulas import reference_models_mhc
+from tests.oracles import e79 as helpers_e79
+from tests.oracles import selection as helpers_selection
+from tests.oracles.mhc import relative
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEP = """

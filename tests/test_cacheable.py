@@ -6,14 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import helpers_e79
-import laws
 import pytest
-import reference_models_e79
-import reference_models_mhc
 import torch
-from fakecuda import fake_cuda, generated_code, without_a_gpu
-from op_contract import op
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -21,7 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor.ops import registry
-from tests.sharded_ops import samples
+from tests.formulas import laws, reference_models_e79, reference_models_mhc
+from tests.oracles import e79 as helpers_e79
+from tests.oracles.op_contract import op
+from tests.ranks.sharded_ops import samples
+from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
 
 OPS = {name: args for name, _, args in reversed(samples())}
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import mhc_inductor
 from mhc_inductor.ops import registry
 from mhc_inductor.routing.operators.mhc import fuse
-from tests.laws import Compiled, Leaves, block, e79, e79_leaves, mhc_leaves, sdpa, selection_leaves
+from tests.formulas.laws import Compiled, Leaves, block, e79, e79_leaves, mhc_leaves, sdpa, selection_leaves
 
 NAMES = {op.name().split("::")[1] for op in mhc_inductor.ops_to_save()}
 FUSED = {"mhc_post_pre", "mhc_post_head", "mhc_single_pass"}

@@ -8,14 +8,14 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor import backend, compat, passes
 from mhc_inductor.kernels.mhc import gluon
 from mhc_inductor.tuning import table
-from tests.generated import launches, runs
+from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.tools.generated import launches, runs
 
 OPS = torch.ops.mhc_inductor
 N, D = 4, 256

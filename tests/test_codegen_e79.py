@@ -7,13 +7,13 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor  # noqa: F401  (registers the ops)
 from mhc_inductor import compat
 from mhc_inductor.kernels.e79 import plan
-from tests.generated import launches, runs
+from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.tools.generated import launches, runs
 
 OPS = torch.ops.mhc_inductor
 N = 32

@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
@@ -16,8 +15,9 @@ from mhc_inductor.kernels.index import plan
 from mhc_inductor.kernels.selection import lists_plan
 from mhc_inductor.nn import SparseIndexer
 from mhc_inductor.replay import run
-from tests.deterministic import deterministic_algorithms
-from tests.generated import launches
+from tests.tools.deterministic import deterministic_algorithms
+from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.tools.generated import launches
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 

@@ -7,11 +7,11 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
-from tests.generated import launches, runs
+from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.tools.generated import launches, runs
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 TILES = ["selection_mask_tiles", "selection_mask_lists"]

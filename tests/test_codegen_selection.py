@@ -7,12 +7,12 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor  # noqa: F401  (registers the ops)
-from tests.deterministic import deterministic_algorithms
-from tests.generated import launches, runs
+from tests.tools.deterministic import deterministic_algorithms
+from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.tools.generated import launches, runs
 
 OPS = torch.ops.mhc_inductor
 LISTS = ("selection_pieces", "selection_finite", "selection_lists")

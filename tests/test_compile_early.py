@@ -8,14 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor import compat
 from mhc_inductor.kernels import COMPILED
-from tests.generated import runs
+from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.tools.generated import runs
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 

@@ -7,18 +7,18 @@ import pathlib
 import re
 import subprocess
 
-import helpers_mhc as h
 import pytest
 import torch
 import triton
 from conftest import INTERPRETED
-from offline import TARGETS, Recorder, part, source, split_options
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler.compiler import make_backend
 
 from mhc_inductor.kernels import COMPILED
 from mhc_inductor.kernels.launch import EagerBuilder
 from mhc_inductor.kernels.mhc import fused_plan, gluon, plan, single_pass_plan
+from tests.oracles import mhc as h
+from tests.tools.offline import TARGETS, Recorder, part, source, split_options
 
 BF16, F32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mhc_inductor.routing import Report
-from tests import capture, sparse_families
-from tests.sparse_families import FAMILIES
+from tests.formulas import sparse_families
+from tests.formulas.sparse_families import FAMILIES
+from tests.tools import capture
 
 if not all(importlib.util.find_spec(f"transformers.models.{name}") for name in FAMILIES):
     pytest.skip("this transformers lacks some of the models", allow_module_level=True)

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.xdist_group("distributed"),
 ]
 
-import distributed_checks  # noqa: E402
+from tests.ranks from tests.ranks import distributed_checks  # noqa: E402
 
 ONLY_TWO = ("under_torch_compile", "double_backward_raises", "mhc_needs_no_messages", "bf16", "a_rank_dies")
 ONLY_THREE = ("groups_and_meshes",)
@@ -42,10 +42,10 @@ def results(request: pytest.FixtureRequest) -> dict[int, list[dict[str, str]]]:
 def _started(size: int, names: list[str]) -> list[dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         program = (
-            "import sys; sys.path.insert(0, sys.argv[1]); import distributed_checks as d; "
+            "import sys; sys.path.insert(0, sys.argv[1]); from tests.ranks import distributed_checks as d; "
             "d.run_rank(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])"
         )
-        here = str(pathlib.Path(__file__).parent)
+        here = str(pathlib.Path(__file__).parent.parent)
         commands = [[sys.executable, "-c", program, here, str(rank), str(size), folder, *names] for rank in range(size)]
         started = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
         try:

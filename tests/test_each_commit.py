@@ -8,9 +8,9 @@ import types
 
 import pytest
 
-from tests import each_commit
-from tests.counting import Counted
-from tests.each_commit import LONGEST, SECONDS, Case, chosen, function, selected, spread
+from tests.tools import each_commit
+from tests.tools.counting import Counted
+from tests.tools.each_commit import LONGEST, SECONDS, Case, chosen, function, selected, spread
 
 GRID = [
     Case(f"test[{a}-{b}-{c}]", frozenset({("a", a), ("b", b), ("c", c)}))

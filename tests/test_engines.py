@@ -19,8 +19,8 @@ from mhc_inductor import counters
 from mhc_inductor.routing.operators.index.operator import IndexOperator
 from mhc_inductor.routing.operators.mhc.operator import Mhc
 from mhc_inductor.routing.operators.selection.operator import SelectionOperator
-from tests.engine_models import DEPTH, GROUPS, HEADS, KINDS, STATE, STREAMS, counted, gradients
-from tests.process_engines import routing, work
+from tests.formulas.engine_models import DEPTH, GROUPS, HEADS, KINDS, STATE, STREAMS, counted, gradients
+from tests.tools.process_engines import routing, work
 
 
 class Layers(nn.Module):

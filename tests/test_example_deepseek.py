@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import example_modules
 import pytest
 import torch
+
+from tests.tools import example_modules
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ import re
 import subprocess
 import sys
 
-import example_modules
 import pytest
 import torch
+
+from tests.tools import example_modules
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 

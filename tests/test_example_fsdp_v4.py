@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-import example_modules
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.tools import example_modules
 
 for needed in ("matplotlib", "rich", "transformers", "typer"):
     pytest.importorskip(needed)
@@ -42,7 +43,7 @@ def example() -> Iterator[ModuleType]:
 def test_two_ranks_compare_eager_torch_compile_and_mhc_inductor(tmp_path: pathlib.Path) -> None:
     """Layers have a checkpoint policy; the graph of each holds its region."""
     figures = tmp_path / "figures.json"
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.fsdp_runs", *V4]
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.ranks.fsdp_runs", *V4]
     size = ["--checkpoint", "policy", "--compare", "--steps", "4", "--seq", "16", "--json", str(figures)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     command = [sys.executable, *start, "--device", "cpu", *size]

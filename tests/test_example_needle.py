@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import re
 
-import example_modules
 import pytest
+
+from tests.tools import example_modules
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import example_modules
 import pytest
 import torch
+
+from tests.tools import example_modules
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-import example_modules
 import pytest
 import torch
 
-from tests.trainer_runs import SIZES
+from tests.tools import example_modules
+from tests.tools.trainer_runs import SIZES
 
 for needed in ("accelerate", "matplotlib", "rich", "transformers", "typer"):
     pytest.importorskip(needed)
@@ -58,7 +58,7 @@ def accelerated(new_state: None) -> Iterator[ModuleType]:
 def _started(*command: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, *start, "-m", "tests.trainer_runs", *command]
+    argv = [sys.executable, *start, "-m", "tests.tools.trainer_runs", *command]
     return subprocess.run(argv, cwd=example_modules.ROOT, capture_output=True, text=True, env=env, timeout=300)
 
 

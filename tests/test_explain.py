@@ -481,8 +481,9 @@ def test_kernels_are_those_of_the_plan(op):
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no kernel names")
 def test_kernels_of_the_e79_scan_are_those_of_its_plan():
-    from offline import TARGETS, Recorder
     from test_offline_e79 import launches
+
+    from tests.tools.offline import TARGETS, Recorder
 
     builder = Recorder(TARGETS["cuda:90"][1])
     builder.gluon = True
@@ -492,8 +493,9 @@ def test_kernels_of_the_e79_scan_are_those_of_its_plan():
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no kernel names")
 def test_kernels_of_selection_attention_are_those_of_its_plan():
-    from offline import TARGETS, Recorder
     from test_offline_selection import launches
+
+    from tests.tools.offline import TARGETS, Recorder
 
     names = [kernel.__name__ for kernel, *_ in launches(Recorder(TARGETS["cuda:90"][1]), h=16, Dk=128)]
     assert tuple(dict.fromkeys(names)) == KERNELS["selection_attention"]

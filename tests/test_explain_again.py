@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-import reference_models_mhc
 import torch
 import torch._dynamo.testing
 
 import mhc_inductor
 from mhc_inductor import compat
+from tests.formulas import reference_models_mhc
 
 ISOLATED = "isolate_recompiles" in torch.compile.__kwdefaults__
 LIMIT = 2

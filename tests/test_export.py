@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capture import Captured, difference, evaluate, ops_of
-from reference_models_e79 import Layer
-from reference_models_mhc import _balanced, deepseek, liger, parameters
-from reference_models_selection import DeepseekSparse, Indexer, window_and_blocks
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import mhc_inductor
 from mhc_inductor import explain, route_exported
+from tests.formulas.reference_models_e79 import Layer
+from tests.formulas.reference_models_mhc import _balanced, deepseek, liger, parameters
+from tests.formulas.reference_models_selection import DeepseekSparse, Indexer, window_and_blocks
+from tests.tools.capture import Captured, difference, evaluate, ops_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("one_thread")]
 BOUND = 2e-6

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import graph as fx_graph
 
 from mhc_inductor import explain, route_exported
-from tests.capture import ops_of
+from tests.tools.capture import ops_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("one_thread")]
 

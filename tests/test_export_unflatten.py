@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference_models_e79 import DIM, STATE, StepByStep
-from reference_models_mhc import _balanced, parameters
 from test_export import Site, randn, sparse, through_a_file
 from torch import Tensor, nn
 
 from mhc_inductor import explain, route_exported
-from tests.capture import ops_of
+from tests.formulas.reference_models_e79 import DIM, STATE, StepByStep
+from tests.formulas.reference_models_mhc import _balanced, parameters
+from tests.tools.capture import ops_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("one_thread")]
 

@@ -19,7 +19,7 @@ from mhc_inductor import compat
 from mhc_inductor.nn import E79Layer, HyperConnection
 from mhc_inductor.ops import flops, registry
 from mhc_inductor.routing import route
-from tests import sharded_ops
+from tests.ranks import sharded_ops
 
 B, S, T, N, D, STATE = 2, 3, 7, 4, 16, 6
 M = N * N + 2 * N

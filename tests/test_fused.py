@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_mhc import (
+from torch.func import grad, vmap
+
+import mhc_inductor  # noqa: F401  (registers the ops)
+from mhc_inductor.ops import fused
+from mhc_inductor.ops.registry import call
+from tests.oracles.mhc import (
     HEAD_OPTIONS,
     OPS,
     PRE_OPTIONS,
@@ -16,11 +21,6 @@ from helpers_mhc import (
     run_fused,
     upstream,
 )
-from torch.func import grad, vmap
-
-import mhc_inductor  # noqa: F401  (registers the ops)
-from mhc_inductor.ops import fused
-from mhc_inductor.ops.registry import call
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 UP = ("x_out", "h_in", "next_post", "next_res")

@@ -8,7 +8,6 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch import fx
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
@@ -17,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_inductor
 from mhc_inductor import backend
-from tests.generated import clashes, launches, runs
+from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.tools.generated import clashes, launches, runs
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 

@@ -7,15 +7,15 @@ import functools
 import threading
 from unittest import mock
 
-import helpers_mhc as h
 import pytest
-import reference_models_mhc
 import torch
 import torch._dynamo.testing
 from torch.profiler import ProfilerActivity, profile
 
 import mhc_inductor
 from mhc_inductor import mhc_head, mhc_post, mhc_pre
+from tests.formulas import reference_models_mhc
+from tests.oracles import mhc as h
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import copy
 
-import helpers_e79 as h
 import pytest
-import reference_models_e79
 import torch
 import torch._dynamo.testing
 from test_gpu import kernels_of
 
 import mhc_inductor
 from mhc_inductor.kernels.e79 import plan
+from tests.formulas import reference_models_e79
+from tests.oracles import e79 as h
 
 pytestmark = pytest.mark.gpu
 F32, BF16 = torch.float32, torch.bfloat16

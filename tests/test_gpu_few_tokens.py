@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import helpers_mhc as h
-import helpers_single_pass as one
 import pytest
 import torch
-from poisoned import Poisoned
 from test_post_project import narrow, on_hopper, run, run_single_pass  # noqa: F401 (narrow is a fixture)
 
 from mhc_inductor.kernels.mhc import config, gluon, plan
+from tests.oracles import mhc as h
+from tests.oracles import single_pass as one
+from tests.oracles.poisoned import Poisoned
 
 BF16 = torch.bfloat16
 WIDTHS = [1024, 1088, 2560, 4096, 7168]

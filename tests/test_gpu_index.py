@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import helpers_index as h
 import pytest
 import test_ops_index_loss as losses
 import torch
@@ -13,6 +12,7 @@ from test_gpu import kernels_of
 import mhc_inductor
 from mhc_inductor import index_scores, index_topk, log
 from mhc_inductor.kernels.selection import lists_plan
+from tests.oracles import index as h
 
 pytestmark = pytest.mark.gpu
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_masks import make_mask
-from helpers_mhc import rounding
 from test_gpu import kernels_of
 from test_gpu_lists import equal, no_synchronisation, relative
 
 from mhc_inductor import selection_attention
+from tests.oracles.masks import make_mask
+from tests.oracles.mhc import rounding
 
 pytestmark = pytest.mark.gpu
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -7,9 +7,10 @@ import pathlib
 import shlex
 import shutil
 
-import packaged
 import pytest
 import torch
+
+from tests.tools import packaged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu_packages")]
 # Fp32 products of the model's own layers are compared with those of another library or order.

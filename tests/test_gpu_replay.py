@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import functools
 
-import helpers_index as h
 import pytest
 import torch
 from test_replay import Model, by_layers, no_recompiles, others, same, states, step, trained_with
 
 from mhc_inductor import IndexStore, checkpointed_indices, index_topk, recorded_indices, replayed_indices
+from tests.oracles import index as h
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from benchmarks import mhc_calls as ours
 from benchmarks.mhc_cases import PostPre, make_inputs
 from mhc_inductor import index_topk, selection_attention
 from mhc_inductor.kernels.launch import batch_invariant
-from tests.reference_models_mhc import liger, parameters
+from tests.formulas.reference_models_mhc import liger, parameters
 
 pytestmark = pytest.mark.gpu
 TOKENS = (1, 16, 64, 65, 256, 257)

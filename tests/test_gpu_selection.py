@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-import helpers_selection as h
 import pytest
 import torch
 import torch._dynamo.testing
@@ -17,6 +16,7 @@ import mhc_inductor
 from benchmarks import selection_cases as cases
 from benchmarks.selection_targets import C1, Shape
 from mhc_inductor import log, selection_attention
+from tests.oracles import selection as h
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 
-import helpers_mhc as h
-import helpers_single_pass as one
 import pytest
 import torch
 from test_gpu import assert_as_accurate, kernels_of
@@ -15,6 +13,8 @@ from torch import nn
 
 import mhc_inductor
 from mhc_inductor.nn import HyperConnection
+from tests.oracles import mhc as h
+from tests.oracles import single_pass as one
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

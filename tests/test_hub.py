@@ -21,7 +21,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import mhc_inductor
 from mhc_inductor.integrations import hub
-from tests import laws
+from tests.formulas import laws
 
 
 def _library() -> Any:

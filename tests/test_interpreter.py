@@ -11,9 +11,9 @@ import sys
 
 import pytest
 import torch
-from offline import part
 
-from tests.each_commit import COMMIT
+from tests.tools.each_commit import COMMIT
+from tests.tools.offline import part
 
 TESTS = pathlib.Path(__file__).parent
 KEPT = ("few", "e79", "selection", "selection_pieces", "selection_join", "index_backward")
@@ -21,7 +21,7 @@ KEPT = ("few", "e79", "selection", "selection_pieces", "selection_join", "index_
 BF16_DOT = """
 import sys; sys.path.insert(0, {tests!r})
 import torch, triton, triton.language as tl
-from interpreter_fixes import fix_dot
+from tests.tools.interpreter_fixes import fix_dot
 fix_dot()
 
 @triton.jit
@@ -75,7 +75,13 @@ def test_bf16_dot_is_fixed(tmp_path):
     ),
 )
 def test_kernels_under_the_interpreter(operator, least):
-    options = ("-p", "no:cacheprovider", "-vv", "--durations=0", "--durations-min=0")  # tests/counting.py reads them
+    options = (
+        "-p",
+        "no:cacheprovider",
+        "-vv",
+        "--durations=0",
+        "--durations-min=0",
+    )  # tests/tools/counting.py reads them
     done = _run("-m", "pytest", *options, str(TESTS / f"test_kernels_{operator}.py"))
     print(done.stdout)
     passed = re.search(r"(\d+) passed", done.stdout)

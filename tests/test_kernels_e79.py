@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import types
 
-import helpers_e79 as h
 import pytest
 import torch
 from conftest import GPU
-from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.e79 import plan
 from mhc_inductor.kernels.launch import DeviceProps
+from tests.oracles import e79 as h
+from tests.oracles.poisoned import Poisoned
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SMALL = DeviceProps(4, "cuda", 90)

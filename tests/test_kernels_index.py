@@ -6,18 +6,18 @@ They run compiled on a GPU, elsewhere in the interpreter.
 
 from __future__ import annotations
 
-import helpers_index as h
 import pytest
 import torch
 from conftest import GPU, some
-from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.index import config, plan
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from tests.oracles import index as h
+from tests.oracles.poisoned import Poisoned
 
 if not GPU:
-    from interpreter_fixes import fix_dot
+    from tests.tools.interpreter_fixes import fix_dot
 
     fix_dot()
 

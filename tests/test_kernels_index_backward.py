@@ -6,7 +6,6 @@ They run compiled on a GPU, elsewhere in the interpreter.
 
 from __future__ import annotations
 
-import helpers_index as h
 import pytest
 import torch
 from conftest import GPU, some
@@ -15,9 +14,10 @@ from test_kernels_index import Poisoned
 from mhc_inductor.kernels.index import backward_plan
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.reference import index as reference
+from tests.oracles import index as h
 
 if not GPU:
-    from interpreter_fixes import fix_rounding
+    from tests.tools.interpreter_fixes import fix_rounding
 
     fix_rounding()
 

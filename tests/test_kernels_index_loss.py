@@ -10,16 +10,16 @@ import pytest
 import test_ops_index_loss as losses
 import torch
 from conftest import GPU, some
-from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.index import loss_plan
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import lists_plan
 from mhc_inductor.reference import index_loss as reference
+from tests.oracles.poisoned import Poisoned
 
 if not GPU:
-    from interpreter_fixes import fix_dot, fix_rounding, fix_sort
+    from tests.tools.interpreter_fixes import fix_dot, fix_rounding, fix_sort
 
     fix_dot()
     fix_rounding()

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import types
 
-import helpers_mhc as h
 import pytest
 import torch
 from conftest import GPU
-from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels import tuned
@@ -20,9 +18,11 @@ from mhc_inductor.kernels.eager import plan_of
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.mhc import config, plan
 from mhc_inductor.tuning import table
+from tests.oracles import mhc as h
+from tests.oracles.poisoned import Poisoned
 
 if not GPU:
-    from interpreter_fixes import fix_dot
+    from tests.tools.interpreter_fixes import fix_dot
 
     fix_dot()
 

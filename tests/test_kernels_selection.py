@@ -9,19 +9,19 @@ from __future__ import annotations
 import itertools
 import types
 
-import helpers_selection as h
 import numpy as np
 import pytest
 import torch
 from conftest import GPU, INTERPRETED, some
-from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import config, plan, tile_lists_plan
+from tests.oracles import selection as h
+from tests.oracles.poisoned import Poisoned
 
 if INTERPRETED:
-    from interpreter_fixes import fix_dot, fix_rounding
+    from tests.tools.interpreter_fixes import fix_dot, fix_rounding
 
     fix_dot()
     fix_rounding()

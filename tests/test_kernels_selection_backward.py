@@ -10,19 +10,19 @@ import itertools
 import math
 import types
 
-import helpers_selection as h
 import pytest
 import torch
 from conftest import GPU, some
-from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.selection import backward_plan
 from mhc_inductor.reference import selection as reference
+from tests.oracles import selection as h
+from tests.oracles.poisoned import Poisoned
 
 if not GPU:
-    from interpreter_fixes import fix_dot, fix_sort
+    from tests.tools.interpreter_fixes import fix_dot, fix_sort
 
     fix_dot()
     fix_sort()

@@ -9,15 +9,15 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import GPU, some
-from poisoned import Poisoned
 from test_nn_selection import choice, chosen_blocks
 
 import mhc_inductor
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.selection import blocks_plan
+from tests.oracles.poisoned import Poisoned
 
 if not GPU:
-    from interpreter_fixes import fix_dot
+    from tests.tools.interpreter_fixes import fix_dot
 
     fix_dot()
 

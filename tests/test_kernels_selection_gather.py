@@ -6,18 +6,18 @@ The kernels run compiled on a GPU, elsewhere in the interpreter.
 
 from __future__ import annotations
 
-import helpers_selection as h
 import pytest
 import torch
 from conftest import GPU, some
-from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import gather_plan, segments_plan
+from tests.oracles import selection as h
+from tests.oracles.poisoned import Poisoned
 
 if not GPU:
-    from interpreter_fixes import fix_dot, fix_sort
+    from tests.tools.interpreter_fixes import fix_dot, fix_sort
 
     fix_dot()
     fix_sort()

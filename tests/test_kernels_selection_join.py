@@ -9,15 +9,15 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import GPU, INTERPRETED
-from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.distributed.softmax import join, part_gradients
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import join_plan
+from tests.oracles.poisoned import Poisoned
 
 if INTERPRETED:
-    from interpreter_fixes import fix_rounding
+    from tests.tools.interpreter_fixes import fix_rounding
 
     fix_rounding()
 

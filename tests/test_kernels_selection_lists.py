@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import functools
 
-import helpers_lists as h
 import pytest
 import torch
 from conftest import GPU, some
-from helpers_selection import error
-from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.eager import plan_of, why_not
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import lists_plan
 from mhc_inductor.ops import registry
+from tests.oracles import lists as h
+from tests.oracles.poisoned import Poisoned
+from tests.oracles.selection import error
 
 if not GPU:
-    from interpreter_fixes import fix_dot, fix_sort
+    from tests.tools.interpreter_fixes import fix_dot, fix_sort
 
     fix_dot()
     fix_sort()

@@ -6,21 +6,21 @@ The kernels run compiled on a GPU, elsewhere in the interpreter.
 
 from __future__ import annotations
 
-import helpers_lists as h
-import helpers_masks
 import pytest
 import torch
 from conftest import GPU, some
-from helpers_selection import error
-from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import masks_plan
 from mhc_inductor.reference import selection_masks as reference
+from tests.oracles import lists as h
+from tests.oracles import masks as helpers_masks
+from tests.oracles.poisoned import Poisoned
+from tests.oracles.selection import error
 
 if not GPU:
-    from interpreter_fixes import fix_dot
+    from tests.tools.interpreter_fixes import fix_dot
 
     fix_dot()
 

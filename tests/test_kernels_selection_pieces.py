@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-import helpers_selection as h
 import numpy as np
 import pytest
 import torch
 from conftest import GPU, some
-from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection.pieces_plan import plan_pieces
 from mhc_inductor.kernels.selection.segments_plan import plan_segments
+from tests.oracles import selection as h
+from tests.oracles.poisoned import Poisoned
 
 if not GPU:
-    from interpreter_fixes import fix_sort
+    from tests.tools.interpreter_fixes import fix_sort
 
     fix_sort()
 

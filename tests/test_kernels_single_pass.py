@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import types
 
-import helpers_mhc as h
-import helpers_single_pass as one
 import pytest
 import torch
 from conftest import GPU
 from test_kernels_mhc import BF16, F16, F32, OUTSIDE, ROUNDINGS, _kernel
 
 from mhc_inductor.kernels.mhc import config, plan
+from tests.oracles import mhc as h
+from tests.oracles import single_pass as one
 
 NAMES = [f"mhc_{op}{suffix}" for op in ("coefficients", "collapse", "single_pass") for suffix in ("", "_backward")]
 NAMES += ["mhc_post", "mhc_pre"]

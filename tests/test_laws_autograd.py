@@ -15,8 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from mhc_inductor.routing import interface
 from mhc_inductor.routing.edit import Edit, Pairs
 from mhc_inductor.routing.interface import Match
-from tests.gated_norm import GatedNorm, norm_formula
-from tests.laws import (
+from tests.formulas.gated_norm import GatedNorm, norm_formula
+from tests.formulas.laws import (
     MHC,
     MHC_PLACES,
     Leaves,
@@ -372,7 +372,7 @@ def test_one_projection_of_a_loop_trains(trained: str) -> None:
 
 def test_truncated_backpropagation_through_chunks() -> None:
     """Starts the second chunk from detached states of the first; each chunk has its own backward."""
-    from tests.laws import Compiled
+    from tests.formulas.laws import Compiled
 
     def chunk(kvqm: Tensor, S: Tensor, M: Tensor, b_s: Tensor, b_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         outs, S, M = e79({"kvqm": kvqm, "S": S, "M": M, "b_s": b_s, "b_m": b_m})
@@ -449,7 +449,7 @@ def test_what_a_policy_saves_is_not_computed_again(policy: str) -> None:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    from tests.laws import Compiled, observe
+    from tests.formulas.laws import Compiled, observe
 
     counted: list[list[str]] = []
 

@@ -21,9 +21,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from mhc_inductor import versions
 from mhc_inductor.routing import route
 from mhc_inductor.routing.graph.values import example
-from tests import reference_models_e79 as e79
 from tests import test_routing_lists as lists
-from tests.reference_models_selection import REFERENCE_MODELS
+from tests.formulas import reference_models_e79 as e79
+from tests.formulas.reference_models_selection import REFERENCE_MODELS
 
 Program = tuple[Callable[..., Any], tuple[Tensor, ...]]
 

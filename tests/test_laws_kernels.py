@@ -19,8 +19,8 @@ from mhc_inductor import explain
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
-from tests.capture import difference, eager, reasons, run
-from tests.laws import TIGHT, Leaves, check, normal, observe, sdpa, selection_leaves
+from tests.formulas.laws import TIGHT, Leaves, check, normal, observe, sdpa, selection_leaves
+from tests.tools.capture import difference, eager, reasons, run
 
 WIDTHS = {"fused": 8, "math": 6}
 """Widths of V, by the kernel that a CPU takes for q and k of width 8."""

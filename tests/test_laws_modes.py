@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.laws import (
+from tests.formulas.laws import (
     MHC,
     MHC_PLACES,
     Leaves,

@@ -22,8 +22,7 @@ from mhc_inductor.routing.graph import known_calls
 from mhc_inductor.routing.operators.e79.step import Recogniser as Steps
 from mhc_inductor.routing.operators.mhc.groups import Group
 from mhc_inductor.routing.operators.selection.attention import Recogniser as Attentions
-from tests import capture
-from tests.laws import (
+from tests.formulas.laws import (
     MHC,
     Compiled,
     Leaves,
@@ -44,7 +43,8 @@ from tests.laws import (
     selected,
     selection_leaves,
 )
-from tests.work import MOST, Work
+from tests.tools import capture
+from tests.tools.work import MOST, Work
 
 INF = float("-inf")
 
@@ -266,7 +266,7 @@ def test_a_block_on_dtensors_compiles() -> None:
         store = dist.HashStore()
         dist.init_process_group("gloo", rank=0, world_size=1, store=store)
         from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-        from tests.laws import *
+        from tests.formulas.laws import *
         mesh = init_device_mesh("cpu", (1,))
         def spread(p):
             return {k: distribute_tensor(t, mesh, [Shard(0) if k == "x" else Replicate()]) for k, t in p.items()}

@@ -15,8 +15,8 @@ from mhc_inductor.routing import interface
 from mhc_inductor.routing.graph.index import DynamicWidth
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match
-from tests.gated_norm import GatedNorm, norm_formula
-from tests.laws import (
+from tests.formulas.gated_norm import GatedNorm, norm_formula
+from tests.formulas.laws import (
     MHC,
     Compiled,
     Leaves,

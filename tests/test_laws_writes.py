@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.laws import (
+from tests.formulas.laws import (
     MHC,
     Leaves,
     attention,
@@ -27,7 +27,7 @@ from tests.laws import (
     sdpa,
     selection_leaves,
 )
-from tests.laws_writes import PLAIN, UNRECORDED, WRITES, written
+from tests.formulas.laws_writes import PLAIN, UNRECORDED, WRITES, written
 
 TWICE = {op: 2 for op in MHC}
 

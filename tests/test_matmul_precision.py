@@ -14,8 +14,8 @@ import torch._dynamo.testing
 from mhc_inductor import compat, doctor, mhc_post, mhc_pre
 from mhc_inductor.kernels.launch import EagerBuilder
 from mhc_inductor.warming import side_by_side
-from tests.capture import run
-from tests.reference_models_mhc import BOTH, WIDTH, N, liger, parameters
+from tests.formulas.reference_models_mhc import BOTH, WIDTH, N, liger, parameters
+from tests.tools.capture import run
 
 
 @pytest.fixture(autouse=True)

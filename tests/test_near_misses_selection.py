@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mhc_inductor.report import NearMiss
-from tests import capture
-from tests.capture import difference, eager, reasons, run
+from tests.tools import capture
+from tests.tools.capture import difference, eager, reasons, run
 
 INF = float("inf")
 B, H, T, C, D, K = 3, 2, 8, 4, 6, 3

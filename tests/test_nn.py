@@ -8,10 +8,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_mhc import relative
 from torch import nn
 
 from mhc_inductor.nn import CONVENTIONS, HyperConnection, HyperHead, expand
+from tests.oracles.mhc import relative
 
 D, N = 32, 4
 

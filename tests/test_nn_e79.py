@@ -8,10 +8,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_e79 import BIASES, FP32_GRADIENTS, loop
-from helpers_mhc import relative
 
 from mhc_inductor.nn import E79Cell, E79Layer, E79State
+from tests.oracles.e79 import BIASES, FP32_GRADIENTS, loop
+from tests.oracles.mhc import relative
 
 D, N, T, B = 12, 8, 11, 3
 LAYERS = {

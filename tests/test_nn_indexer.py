@@ -7,8 +7,6 @@ import math
 
 import pytest
 import torch
-from helpers_index import check_topk, make_inputs
-from helpers_selection import error
 from test_ops_index_loss import dense
 from test_reference_selection import Largest
 
@@ -17,6 +15,8 @@ from mhc_inductor.nn import SelectionAttention, SparseIndexer
 from mhc_inductor.reference import index as index_reference
 from mhc_inductor.reference import index_loss as loss_reference
 from mhc_inductor.reference import selection as selection_reference
+from tests.oracles.index import check_topk, make_inputs
+from tests.oracles.selection import error
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,12 +8,12 @@ import math
 
 import pytest
 import torch
-from helpers_selection import block_picks, error, make_inputs, oracle
 from torch.library import opcheck
 
 import mhc_inductor
 from mhc_inductor.nn import NativeSparseAttention, SelectionAttention
 from mhc_inductor.reference import selection_blocks
+from tests.oracles.selection import block_picks, error, make_inputs, oracle
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor

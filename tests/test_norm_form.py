@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import helpers_mhc as h
-import helpers_single_pass as one
 import pytest
 import torch
-from helpers_mhc import HEAD_OPTIONS, OPS, PRE_OPTIONS, compare, make_inputs, relative, upstream
-from op_contract import check_outputs, op, trainable
 from test_ops_mhc import (
     coefficients_backward_sample,
     fused_backward_sample,
@@ -26,6 +22,10 @@ from torch.library import opcheck
 
 import mhc_inductor
 from mhc_inductor.nn import CONVENTIONS, HyperConnection, HyperHead
+from tests.oracles import mhc as h
+from tests.oracles import single_pass as one
+from tests.oracles.mhc import HEAD_OPTIONS, OPS, PRE_OPTIONS, compare, make_inputs, relative, upstream
+from tests.oracles.op_contract import check_outputs, op, trainable
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 EXACT = 1e-12

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import itertools
 
-import offline
 import pytest
 import torch
 from conftest import INTERPRETED
-from offline import TARGETS, Recorder, compile_all, part
 
 from mhc_inductor.kernels.mhc import fused_plan, plan, single_pass_plan
+from tests.tools import offline
+from tests.tools.offline import TARGETS, Recorder, compile_all, part
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 

@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 from conftest import INTERPRETED
-from offline import TARGETS, Recorder, compile_all, part
 
 from mhc_inductor.kernels.e79 import plan
+from tests.tools.offline import TARGETS, Recorder, compile_all, part
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 

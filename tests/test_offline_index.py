@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offline import TARGETS, Recorder, compile_all, names, part
 
 from mhc_inductor.kernels import launch
 from mhc_inductor.kernels.index import backward_plan, loss_plan, plan
+from tests.tools.offline import TARGETS, Recorder, compile_all, names, part
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CASES = {

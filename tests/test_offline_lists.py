@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import INTERPRETED
-from offline import TARGETS, Recorder, compile_all, names, part
 
 from mhc_inductor.kernels import launch
 from mhc_inductor.kernels.eager import plan_of
+from tests.tools.offline import TARGETS, Recorder, compile_all, names, part
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 

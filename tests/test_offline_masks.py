@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import INTERPRETED
-from offline import TARGETS, Recorder, compile_all, names, part
 
 from mhc_inductor.kernels.selection import masks_plan
+from tests.tools.offline import TARGETS, Recorder, compile_all, names, part
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 

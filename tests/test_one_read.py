@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import re
 
-import helpers_mhc as h
 import pytest
 import torch
 from conftest import GPU, INTERPRETED
-from fakecuda import without_a_gpu
-from poisoned import Poisoned
 
 from mhc_inductor import compat, log
 from mhc_inductor.kernels.launch import EagerBuilder
 from mhc_inductor.kernels.mhc import gluon, plan
+from tests.oracles import mhc as h
+from tests.oracles.poisoned import Poisoned
+from tests.tools.fakecuda import without_a_gpu
 
 BF16, F32 = torch.bfloat16, torch.float32
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
@@ -197,7 +197,7 @@ def recorded(b, width, case="pre"):
     [(4096, "pre"), (4096, "gamma"), (2560, "gamma"), (2560, "plain"), (4096, "outside"), (5120, "gamma")],
 )
 def test_compiles_without_unnamed_spills(width, case):
-    from offline import TARGETS, Recorder, compile_all
+    from tests.tools.offline import TARGETS, Recorder, compile_all
 
     b = Recorder(TARGETS["cuda:90"][1])
     recorded(b, width, case)
@@ -220,7 +220,8 @@ def lanes(ir, layout):
 def test_sums_run_over_neighbouring_lanes():
     """Tests what Triton 3.6 takes for granted: of a sum's lanes, the bits of their numbers follow one another."""
     import triton
-    from offline import TARGETS, Recorder, source
+
+    from tests.tools.offline import TARGETS, Recorder, source
 
     b = Recorder(TARGETS["cuda:90"][1])
     recorded(b, 4096)
@@ -242,7 +243,7 @@ def test_sums_run_over_neighbouring_lanes():
 
 @pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 def test_a_device_that_cannot_hold_all_programs_runs_the_other_kernels(monkeypatch):
-    from offline import TARGETS, Recorder
+    from tests.tools.offline import TARGETS, Recorder
 
     class Refusing(Recorder):
         def launch(self, kernel, grid, args, constexprs, *sizes):
@@ -264,7 +265,7 @@ def test_a_device_that_cannot_hold_all_programs_runs_the_other_kernels(monkeypat
 @pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 @pytest.mark.parametrize("width", [1024, 2560, 2816, 4096, 8704])
 def test_where_the_kernel_can_run(width):
-    from offline import TARGETS, Recorder
+    from tests.tools.offline import TARGETS, Recorder
 
     b = Recorder(TARGETS["cuda:90"][1])
     recorded(b, width)
@@ -273,7 +274,7 @@ def test_where_the_kernel_can_run(width):
 
 @pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 def test_the_switch_turns_it_off(monkeypatch):
-    from offline import TARGETS, Recorder
+    from tests.tools.offline import TARGETS, Recorder
 
     monkeypatch.setattr(gluon, "ONE_READ_PRE", range(0))
     b = Recorder(TARGETS["cuda:90"][1])
@@ -282,9 +283,10 @@ def test_the_switch_turns_it_off(monkeypatch):
 
 
 def _code(width):
-    from fakecuda import fake_cuda
     from test_codegen import FLOATS, OPS, generated_code
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tests.tools.fakecuda import fake_cuda
 
     def fn(x, *params):
         out = OPS.mhc_pre(x, *params, None, *FLOATS)

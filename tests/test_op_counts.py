@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-import example_modules
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -27,9 +25,12 @@ from mhc_inductor import OpCounts, count_ops, op_scopes
 from mhc_inductor.nn import HyperConnection
 from mhc_inductor.ops import flops, registry
 from mhc_inductor.profiling import Bytes, OpCount, op_bytes
-from tests import sharded_ops, test_explain
-from tests.generated import launches
+from tests import test_explain
+from tests.ranks import sharded_ops
 from tests.test_options import Block, streams
+from tests.tools import example_modules
+from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.tools.generated import launches
 
 CALLED = {"mhc_inductor.profile_scopes": True}
 OPS = sorted(registry.REFERENCE)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from op_contract import op
 from torch import Tensor
 
 import mhc_inductor
 from mhc_inductor.ops import registry
+from tests.oracles.op_contract import op
 
 N, D, T = 4, 16, 3
 

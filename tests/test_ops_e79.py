@@ -7,9 +7,6 @@ import time
 
 import pytest
 import torch
-from helpers_e79 import BIASES, MISTAKES, NAMES, OUTPUTS, check, make_inputs, oracle, run_scan, upstream
-from helpers_mhc import relative
-from op_contract import check_outputs, op, strided, trainable
 from torch._inductor.utils import run_and_get_code
 from torch.func import grad, vmap
 from torch.library import opcheck
@@ -17,7 +14,10 @@ from torch.library import opcheck
 import mhc_inductor
 from mhc_inductor.ops import e79 as ops
 from mhc_inductor.ops import registry
-from tests.deterministic import deterministic_algorithms
+from tests.oracles.e79 import BIASES, MISTAKES, NAMES, OUTPUTS, check, make_inputs, oracle, run_scan, upstream
+from tests.oracles.mhc import relative
+from tests.oracles.op_contract import check_outputs, op, strided, trainable
+from tests.tools.deterministic import deterministic_algorithms
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor

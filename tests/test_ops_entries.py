@@ -6,14 +6,14 @@ The contract of the op is tested with that of lists, in ``test_ops_lists.py``.
 
 from __future__ import annotations
 
-import helpers_lists as h
 import pytest
 import torch
-from helpers_selection import error
-from op_contract import op
 from test_ops_lists import SCALE, leaves, run
 
 from mhc_inductor import selection_attention
+from tests.oracles import lists as h
+from tests.oracles.op_contract import op
+from tests.oracles.selection import error
 
 F32, F64 = torch.float32, torch.float64
 pytestmark = pytest.mark.usefixtures("one_thread")

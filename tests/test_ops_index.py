@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import helpers_index as h
 import pytest
 import torch
 import torch._dynamo.testing
-from op_contract import check_outputs, op, trainable
 from torch.func import grad, vmap
 from torch.library import opcheck
 
 import mhc_inductor
 from mhc_inductor import index_scores, index_topk
 from mhc_inductor.reference import index as reference
-from tests.deterministic import deterministic_algorithms
+from tests.oracles import index as h
+from tests.oracles.op_contract import check_outputs, op, trainable
+from tests.tools.deterministic import deterministic_algorithms
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor

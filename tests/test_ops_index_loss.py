@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_contract import check_outputs, op, trainable
 from test_reference_selection import Largest
 from torch.func import vmap
 from torch.library import opcheck
@@ -13,6 +12,7 @@ from torch.library import opcheck
 from mhc_inductor import index_loss
 from mhc_inductor.ops.index_loss import call
 from mhc_inductor.reference import index_loss as reference
+from tests.oracles.op_contract import check_outputs, op, trainable
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from op_contract import op
 from test_ops_boundaries import GOOD, OP_SAMPLES, _given
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor.ops import registry
+from tests.oracles.op_contract import op
 
 _QK = (torch.randn(1, 3, 1, 2, 16), torch.randn(1, 1, 4, 16), torch.randn(1, 3, 1, 2))
 SAMPLES = {**OP_SAMPLES, "selection_blocks": (*_QK, 0.25, 2, 1, 2, 3, 8)}

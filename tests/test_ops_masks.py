@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import functools
 
-import helpers_lists as h
 import pytest
 import torch
-from helpers_masks import KINDS, make_inputs
-from helpers_selection import error
-from op_contract import check_outputs, check_vmap, op, strided
 from torch.library import opcheck
 
 import mhc_inductor
 from mhc_inductor.ops import registry
 from mhc_inductor.reference import selection
 from mhc_inductor.reference import selection_masks as reference
-from tests.deterministic import deterministic_algorithms
+from tests.oracles import lists as h
+from tests.oracles.masks import KINDS, make_inputs
+from tests.oracles.op_contract import check_outputs, check_vmap, op, strided
+from tests.oracles.selection import error
+from tests.tools.deterministic import deterministic_algorithms
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MIN = torch.finfo(F32).min

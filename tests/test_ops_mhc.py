@@ -7,7 +7,13 @@ import math
 
 import pytest
 import torch
-from helpers_mhc import (
+from torch.func import grad, vmap
+from torch.library import opcheck
+
+import mhc_inductor
+from mhc_inductor.ops import checks, derived, registry
+from mhc_inductor.reference import mhc as reference
+from tests.oracles.mhc import (
     HEAD_OPTIONS,
     OPS,
     PRE_OPTIONS,
@@ -25,14 +31,8 @@ from helpers_mhc import (
     run_pre,
     upstream,
 )
-from op_contract import check_outputs, op, trainable
-from torch.func import grad, vmap
-from torch.library import opcheck
-
-import mhc_inductor
-from mhc_inductor.ops import checks, derived, registry
-from mhc_inductor.reference import mhc as reference
-from tests.deterministic import deterministic_algorithms
+from tests.oracles.op_contract import check_outputs, op, trainable
+from tests.tools.deterministic import deterministic_algorithms
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ACCURATE = 2e-5  # parameter gradients against fp64

@@ -7,8 +7,16 @@ import math
 
 import pytest
 import torch
-from helpers_mhc import relative
-from helpers_selection import (
+from torch._inductor.utils import run_and_get_code
+from torch.func import grad, vmap
+from torch.library import opcheck
+
+import mhc_inductor
+from mhc_inductor.ops import registry
+from mhc_inductor.reference import selection as reference
+from tests.oracles.mhc import relative
+from tests.oracles.op_contract import check_outputs, op, strided, trainable
+from tests.oracles.selection import (
     MISTAKES,
     NAMES,
     OUTPUTS,
@@ -23,15 +31,7 @@ from helpers_selection import (
     selection_of,
     upstream,
 )
-from op_contract import check_outputs, op, strided, trainable
-from torch._inductor.utils import run_and_get_code
-from torch.func import grad, vmap
-from torch.library import opcheck
-
-import mhc_inductor
-from mhc_inductor.ops import registry
-from mhc_inductor.reference import selection as reference
-from tests.deterministic import deterministic_algorithms
+from tests.tools.deterministic import deterministic_algorithms
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor

@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import helpers_mhc as h
-import helpers_single_pass as one
 import pytest
 import torch
-from helpers_mhc import OPS, PRE_OPTIONS, compare, relative, upstream
 from torch import nn
 from torch.func import grad, vmap
 
@@ -16,6 +13,9 @@ from mhc_inductor.nn import HyperConnection, expand
 from mhc_inductor.nn.mhc import _options
 from mhc_inductor.ops import derived, single_pass
 from mhc_inductor.ops.registry import call
+from tests.oracles import mhc as h
+from tests.oracles import single_pass as one
+from tests.oracles.mhc import OPS, PRE_OPTIONS, compare, relative, upstream
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EXACT = 1e-12

@@ -6,14 +6,14 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-import reference_models_mhc
 import torch
 from torch import nn
 
 import mhc_inductor
 from mhc_inductor import backend
 from mhc_inductor.options import RoutingOptions, parse
-from tests.laws import one_process
+from tests.formulas import reference_models_mhc
+from tests.formulas.laws import one_process
 
 
 class Block(nn.Module):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pathlib
 
-import packaged
 import pytest
 from torch._inductor.exc import InductorError
 
 from mhc_inductor import versions
+from tests.tools import packaged
 
 pytestmark = pytest.mark.xdist_group("packages")
 

@@ -6,17 +6,17 @@ from __future__ import annotations
 import itertools
 import re
 
-import helpers_mhc as h
-import helpers_single_pass as one
 import pytest
 import torch
 from conftest import GPU, INTERPRETED
-from fakecuda import without_a_gpu
-from offline import TARGETS, Recorder, compile_all, part
-from poisoned import Poisoned
 
 from mhc_inductor import compat
 from mhc_inductor.kernels.mhc import config, fused_plan, gluon, single_pass_plan
+from tests.oracles import mhc as h
+from tests.oracles import single_pass as one
+from tests.oracles.poisoned import Poisoned
+from tests.tools.fakecuda import without_a_gpu
+from tests.tools.offline import TARGETS, Recorder, compile_all, part
 
 BF16, F32 = torch.bfloat16, torch.float32
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
@@ -261,9 +261,10 @@ def test_single_pass_compiles_without_unnamed_spills(width, gamma, few):
 
 
 def _code(width):
-    from fakecuda import fake_cuda
     from test_codegen import FLOATS, OPS, generated_code
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tests.tools.fakecuda import fake_cuda
 
     def fn(x, f, hp, hr, *params):
         out = OPS.mhc_post_pre(x, f, hp, hr, True, *params, None, *FLOATS)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 
-import process_state
 import pytest
 import torch
 
@@ -20,6 +19,7 @@ import mhc_inductor
 from mhc_inductor import backend, compat, routing
 from mhc_inductor.routing.graph import view
 from mhc_inductor.scope import Change
+from tests.tools import process_state
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -27,7 +27,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 @pytest.mark.timeout(600)
 def test_a_compile_changes_nothing_in_the_process():
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
-    script = pathlib.Path(__file__).with_name("process_state.py")
+    script = pathlib.Path(__file__).parent / "tools" / "process_state.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, cwd=script.parent)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from typing import Any
 
-import helpers_mhc
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ import mhc_inductor
 from benchmarks.source_hash import source_hash
 from mhc_inductor.ops import registry
 from tests import properties, properties_public
+from tests.oracles import mhc as helpers_mhc
 
 CASES = 40
 pytestmark = pytest.mark.skipif(

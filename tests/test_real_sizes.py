@@ -11,10 +11,11 @@ import importlib.util
 from dataclasses import replace
 
 import pytest
-from fakecuda import without_a_gpu
 
-from tests import generated, real_sizes
+from tests import real_sizes
 from tests.real_sizes import CASES, MODELS, V4, WAYS
+from tests.tools import generated
+from tests.tools.fakecuda import without_a_gpu
 
 pytestmark = without_a_gpu
 

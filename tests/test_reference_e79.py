@@ -5,11 +5,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_e79 import BIASES, FP32_GRADIENTS, MISTAKES, NAMES, check, loop, make_inputs, oracle, run_scan, upstream
-from helpers_mhc import relative
 
 import mhc_inductor  # noqa: F401  (registers the ops)
 from mhc_inductor.reference import e79 as reference
+from tests.oracles.e79 import (
+    BIASES,
+    FP32_GRADIENTS,
+    MISTAKES,
+    NAMES,
+    check,
+    loop,
+    make_inputs,
+    oracle,
+    run_scan,
+    upstream,
+)
+from tests.oracles.mhc import relative
 
 F32, F64 = torch.float32, torch.float64
 EXACT = 1e-12

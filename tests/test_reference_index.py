@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import helpers_index as h
 import pytest
 import torch
 
 import mhc_inductor
 from mhc_inductor.reference import index as reference
+from tests.oracles import index as h
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 NONE = (None,) * 4

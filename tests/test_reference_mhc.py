@@ -7,7 +7,10 @@ import functools
 
 import pytest
 import torch
-from helpers_mhc import (
+
+import mhc_inductor  # noqa: F401  (registers the ops)
+from mhc_inductor.reference import mhc as reference
+from tests.oracles.mhc import (
     HEAD_OPTIONS,
     MISTAKES,
     PRE_OPTIONS,
@@ -26,9 +29,6 @@ from helpers_mhc import (
     sinkhorn,
     upstream,
 )
-
-import mhc_inductor  # noqa: F401  (registers the ops)
-from mhc_inductor.reference import mhc as reference
 
 EXACT = 1e-12
 FORMS = [(0, "softmax"), (1, "softmax"), (20, "softmax"), (1, "exp"), (20, "exp"), (1, "exp_eps"), (20, "exp_eps")]

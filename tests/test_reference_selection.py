@@ -7,7 +7,14 @@ import math
 
 import pytest
 import torch
-from helpers_selection import (
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import mhc_inductor  # noqa: F401  (registers the ops)
+from mhc_inductor.kernels.cpu import selection as selection_cpu
+from mhc_inductor.kernels.cpu import selection_core as selection_cpu_core
+from mhc_inductor.reference import selection as reference
+from tests.oracles.selection import (
     MISTAKES,
     OUTPUTS,
     WANTED,
@@ -19,13 +26,6 @@ from helpers_selection import (
     selection_of,
     upstream,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-import mhc_inductor  # noqa: F401  (registers the ops)
-from mhc_inductor.kernels.cpu import selection as selection_cpu
-from mhc_inductor.kernels.cpu import selection_core as selection_cpu_core
-from mhc_inductor.reference import selection as reference
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EXACT = 1e-12

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_inductor
 from mhc_inductor import IndexStore, backend, compat, recorded_indices, replayed_indices
-from tests import capture, sparse_families, sparse_runs
+from tests.formulas import sparse_families, sparse_runs
+from tests.tools import capture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOPK = 4

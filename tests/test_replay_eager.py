@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import helpers_index as h
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ import mhc_inductor
 from mhc_inductor import IndexStore, index_topk, recorded_indices, replayed_indices
 from mhc_inductor.nn import SelectionAttention, SparseIndexer
 from mhc_inductor.replay import ops
+from tests.oracles import index as h
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = ("limit", "mask", "segments_q", "segments_k")

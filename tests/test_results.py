@@ -27,7 +27,8 @@ from benchmarks import index_targets, lists_targets, running
 from benchmarks.pages import pages
 from benchmarks.source_hash import FOLDERS, ROOT, ROUTING, TESTED, source_hash
 from mhc_inductor import versions
-from tests import all_offline, each_commit, matrix
+from tests import all_offline, matrix
+from tests.tools import each_commit
 
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_YET = RESULTS / "NOT_YET_MEASURED.md"

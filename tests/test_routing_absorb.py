@@ -22,9 +22,9 @@ from mhc_inductor.routing.interface import Match
 from mhc_inductor.routing.masks.layouts import Layouts
 from mhc_inductor.routing.operators.selection.absorb import Absorbed, absorption
 from mhc_inductor.routing.operators.selection.search import Search
-from tests.capture import Captured, difference, eager, evaluate, named_tensors, not_worse, reasons, run
-from tests.helpers_mhc import relative
-from tests.reference_models_selection import repeat_kv
+from tests.formulas.reference_models_selection import repeat_kv
+from tests.oracles.mhc import relative
+from tests.tools.capture import Captured, difference, eager, evaluate, named_tensors, not_worse, reasons, run
 
 H, NOPE, V, ROPE, LATENT, DIM, TOPK = 3, 6, 5, 4, 8, 24, 4
 Kv = Callable[["Latent", Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The work of the pass is bounded: repeating a step of a formula must not double it.
 
-Work is counted in calls, which are the same on every machine (tests/work.py); seconds are not.
+Work is counted in calls, which are the same on every machine (tests/tools/work.py); seconds are not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from mhc_inductor.report import Report
 from mhc_inductor.routing import route
 from mhc_inductor.routing.graph.copies import copied
-from tests.work import MOST, Work
+from tests.tools.work import MOST, Work
 
 N, D, TOKENS = 4, 16, 6
 Case = Callable[..., Any]

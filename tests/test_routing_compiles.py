@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from fakecuda import generated_code
 from test_routing_lists import ENTRIES, WINDOWS, _model, inputs, written
 from torch._inductor.compile_fx import compile_fx
 
 from mhc_inductor.routing import route
+from tests.tools.fakecuda import generated_code
 
 pytestmark = pytest.mark.usefixtures("no_caches")
 

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mhc_inductor.report import Report
-from tests import capture, sparse_runs
-from tests.capture import difference, eager, not_worse, reasons, run
-from tests.sparse_families import FAMILIES
+from tests.formulas import sparse_runs
+from tests.formulas.sparse_families import FAMILIES
+from tests.tools import capture
+from tests.tools.capture import difference, eager, not_worse, reasons, run
 
 B, H, S, D, K = 2, 3, 12, 8, 4
 INF, LOWEST = float("inf"), torch.finfo(torch.float32).min
@@ -84,7 +85,7 @@ MASKS = torch.ops.mhc_inductor.selection_mask_attention.default
 
 
 def detached(form: Form) -> Form:
-    """Returns the form of a mask without a gradient: :func:`tests.capture.run` asks for all of them."""
+    """Returns the form of a mask without a gradient: :func:`tests.tools.capture.run` asks for all of them."""
     return lambda q, k, v, sink, mask, at: form(q, k, v, sink, mask.detach(), at)
 
 

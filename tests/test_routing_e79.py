@@ -20,10 +20,10 @@ from torch._higher_order_ops.scan import scan
 import mhc_inductor
 from mhc_inductor.report import Report
 from mhc_inductor.routing import route
-from tests.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
-from tests.reference_models_e79 import DIM, REFERENCE_MODELS, STATE, CoupledCell, Layer
-from tests.spellings_e79 import AXES, MUTATIONS, Loop, Settings, mutants, plain, singles, spellings
-from tests.work import Work
+from tests.formulas.reference_models_e79 import DIM, REFERENCE_MODELS, STATE, CoupledCell, Layer
+from tests.formulas.spellings_e79 import AXES, MUTATIONS, Loop, Settings, mutants, plain, singles, spellings
+from tests.tools.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
+from tests.tools.work import Work
 
 CHUNK, RANDOM, SEED = 13, 65, 0
 SCAN = torch.ops.mhc_inductor.e79_scan.default

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from mhc_inductor.report import Report
 from mhc_inductor.routing import route
-from tests.capture import ops_of, tensors
-from tests.spellings_e79 import AXES, Settings, plain
+from tests.formulas.spellings_e79 import AXES, Settings, plain
+from tests.tools.capture import ops_of, tensors
 
 T, B, N = 3, 2, 5
 LOOP = plain(Settings(bias="none"))

@@ -21,13 +21,13 @@ from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.few_tokens import FewTokens
 from mhc_inductor.routing.interface import Verdict
 from mhc_inductor.routing.verify import Trial
-from tests import reference_models_mhc as reference
 from tests import test_routing_lists, test_routing_segments
-from tests.capture import Captured, difference, eager, evaluate, interpreted, run
-from tests.reference_models_selection import window_and_blocks
-from tests.spellings_e79 import plain
+from tests.formulas import reference_models_mhc as reference
+from tests.formulas.reference_models_selection import window_and_blocks
+from tests.formulas.spellings_e79 import plain
 from tests.test_routing_e79 import _by_scan, _given
 from tests.test_routing_verify_process import CONTEXTS, watched
+from tests.tools.capture import Captured, difference, eager, evaluate, interpreted, run
 
 N, WIDTH, ITERS, EPS = 4, 16, 3, 1e-6
 EVERY = {"mhc_pre", "mhc_post"}

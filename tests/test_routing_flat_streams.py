@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture import Captured, difference, eager, reasons, run
-from tests.reference_models_mhc import ITERS, WIDTH, N, _balanced, _gates, normed, parameters, sublayer
+from tests.formulas.reference_models_mhc import ITERS, WIDTH, N, _balanced, _gates, normed, parameters, sublayer
 from tests.test_routing_mhc_laws import same, streams
+from tests.tools.capture import Captured, difference, eager, reasons, run
 
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Returns x_out [a, b, n * D] of x [a, b, n, D], R [a, b, n, n], h_post [a, b, n] and f_out [a, b, D]."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture import difference, eager, not_worse, reasons, run
+from tests.tools.capture import difference, eager, not_worse, reasons, run
 
 INF = float("inf")
 S, H, D, BLOCK, TOP = 36, 2, 8, 8, 2

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.routing.operators.index.check import Check
-from tests.capture import Captured, difference, eager, reasons, run
-from tests.spellings_index import CHOICES, MASKS, NEAR, SCORES, SILENT, UNSCORED, D, H, K
+from tests.formulas.spellings_index import CHOICES, MASKS, NEAR, SCORES, SILENT, UNSCORED, D, H, K
+from tests.tools.capture import Captured, difference, eager, reasons, run
 
 B, S, T = 2, 7, 9
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture import Captured, eager, reasons, run
 from tests.test_routing_index_order import BATCH, CAUSAL, B, D, H, K, S
+from tests.tools.capture import Captured, eager, reasons, run
 
 INF, LOWEST = float("inf"), torch.finfo(torch.float32).min
 Masked = Callable[[Tensor, Tensor], Tensor]

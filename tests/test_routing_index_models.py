@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture import Captured, reasons, run
-from tests.indexers import FAMILIES, HEADS, TOPK, Indexer, inputs
+from tests.formulas.indexers import FAMILIES, HEADS, TOPK, Indexer, inputs
+from tests.tools.capture import Captured, reasons, run
 
 pytest.importorskip("transformers.models.deepseek_v4")
 pytest.importorskip("transformers.models.glm5_next")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.capture import Captured, difference, eager, reasons, run
+from tests.tools.capture import Captured, difference, eager, reasons, run
 
 B, S, H, D, K = 2, 20, 16, 8, 6
 BATCH = torch.arange(B)[:, None, None]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mhc_inductor.report import Report
 from mhc_inductor.routing import route
-from tests.capture import Captured, difference, eager, run
-from tests.reference_models_mhc import WIDTH, N, around, parameters
+from tests.formulas.reference_models_mhc import WIDTH, N, around, parameters
+from tests.tools.capture import Captured, difference, eager, run
 
 Matrix = Callable[[Tensor], Tensor]
 TOKENS = 200

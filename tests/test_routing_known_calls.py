@@ -22,7 +22,7 @@ from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph import known_calls
 from mhc_inductor.routing.graph.known_calls import KnownCalls
 from mhc_inductor.routing.graph.view import Knowledge, View
-from tests.capture import interpreted, run
+from tests.tools.capture import interpreted, run
 
 
 @pytest.fixture(autouse=True)

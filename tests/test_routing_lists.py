@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.source_hash import ROOT
 from mhc_inductor.routing import route
 from mhc_inductor.routing.operators.selection import profit
-from tests.capture import Captured, difference, eager, reasons, run
+from tests.tools.capture import Captured, difference, eager, reasons, run
 
 S, WINDOW, ENTRIES, PICKED, RATIO, HEADS, D = 41, 7, 18, 3, 5, 4, 8
 MIN = torch.finfo(torch.float32).min

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture import Captured, difference, eager, exact_or_left, left_by_proof, reasons, run
+from tests.tools.capture import Captured, difference, eager, exact_or_left, left_by_proof, reasons, run
 
 B, S, H, D, K = 2, 11, 3, 8, 4
 INF = float("inf")

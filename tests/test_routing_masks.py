@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mhc_inductor.options import RoutingOptions
 from mhc_inductor.routing.operators.selection.empty_rows import EmptyRows
-from tests.capture import Captured, difference, eager, reasons, run
+from tests.tools.capture import Captured, difference, eager, reasons, run
 
 INF = float("inf")
 MIN = torch.finfo(torch.float32).min

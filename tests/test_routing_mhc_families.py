@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests import sparse_families
-from tests.capture import Captured, difference, eager, reasons, run
-from tests.reference_models_mhc import EPS, WIDTH, N, P, _balanced, around, parameters, sublayer
+from tests.formulas import sparse_families
+from tests.formulas.reference_models_mhc import EPS, WIDTH, N, P, _balanced, around, parameters, sublayer
 from tests.test_routing_mhc_laws import same, streams
+from tests.tools.capture import Captured, difference, eager, reasons, run
 
 Made = dict[str, Tensor]
 HALVES, RANK = 2, 6

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mhc_inductor
-import tests.laws as laws
 from mhc_inductor.routing import route
-from tests.capture import Captured, difference, eager, run
-from tests.reference_models_mhc import ITERS, WIDTH, N, _balanced, around, normed, parameters, sublayer
+from tests.formulas import laws
+from tests.formulas.reference_models_mhc import ITERS, WIDTH, N, _balanced, around, normed, parameters, sublayer
+from tests.tools.capture import Captured, difference, eager, run
 
 ROWS = [N, N, N * N]
 BOTH = {"mhc_pre": 1, "mhc_post": 1}

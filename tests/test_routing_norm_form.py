@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture import difference, eager, run
-from tests.reference_models_mhc import WIDTH, N, P, _balanced, around, normed, parameters, sublayer
+from tests.formulas.reference_models_mhc import WIDTH, N, P, _balanced, around, normed, parameters, sublayer
 from tests.test_routing_mhc_laws import reasons, same, streams
+from tests.tools.capture import difference, eager, run
 
 EPS = 0.1  # large enough to tell the forms apart
 K = N * WIDTH

@@ -15,9 +15,9 @@ import mhc_inductor
 from mhc_inductor.report import Report
 from mhc_inductor.routing import route
 from mhc_inductor.routing.operators.mhc import own_backward
-from tests.capture import Captured, difference, eager, run
-from tests.reference_models_mhc import ITERS, WIDTH, N, P, around, parameters
+from tests.formulas.reference_models_mhc import ITERS, WIDTH, N, P, around, parameters
 from tests.test_routing_mhc_laws import reasons
+from tests.tools.capture import Captured, difference, eager, run
 
 EPS = 1e-6
 LOOKED_THROUGH = {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1}

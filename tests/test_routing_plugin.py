@@ -22,8 +22,9 @@ from mhc_inductor import compat
 from mhc_inductor.routing import Graph, Proposal, interface, register, unregister
 from mhc_inductor.routing import edit as editing
 from mhc_inductor.routing.interface import Match, registered
-from tests import capture, gated_norm
-from tests.capture import Captured, difference, eager, reasons, run
+from tests.formulas import gated_norm
+from tests.tools import capture
+from tests.tools.capture import Captured, difference, eager, reasons, run
 
 aten, example = torch.ops.aten, torch.ops.example
 EPS = 1e-5

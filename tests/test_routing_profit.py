@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fakecuda import fake_cuda, without_a_gpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -22,6 +21,7 @@ import mhc_inductor
 from benchmarks.source_hash import ROOT
 from mhc_inductor.report import NearMiss, Routed
 from mhc_inductor.routing.operators.selection import profit
+from tests.tools.fakecuda import fake_cuda, without_a_gpu
 
 DENSE = "dense causal SDPA (cuDNN)"
 WIDTH, BLOCK, WINDOW = 128, 64, 128

@@ -14,8 +14,7 @@ from torch import Tensor
 
 import mhc_inductor
 from benchmarks import deepseek_model
-from tests.capture import Captured, difference, eager, evaluate, run
-from tests.reference_models_mhc import (
+from tests.formulas.reference_models_mhc import (
     EPS,
     IN_TRAINING,
     ITERS,
@@ -29,6 +28,7 @@ from tests.reference_models_mhc import (
     parameters,
     sublayer,
 )
+from tests.tools.capture import Captured, difference, eager, evaluate, run
 
 TINY = deepseek_model.TINY
 LAYERS = TINY.layers

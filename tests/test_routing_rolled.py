@@ -16,7 +16,7 @@ from mhc_inductor.routing.graph.index import ONE, Index, Size, Var, const
 from mhc_inductor.routing.graph.linear import Datum, Key, Linear, atom, floor, mapped
 from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Given
 from mhc_inductor.routing.operators.selection.intervals import rolled
-from tests.capture import difference, eager, run
+from tests.tools.capture import difference, eager, run
 
 T = Key(Size(32))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.report import Report
-from tests.capture import VERIFY, difference, eager, interpreted, not_worse, reasons, run
+from tests.tools.capture import VERIFY, difference, eager, interpreted, not_worse, reasons, run
 
 INF = float("inf")
 B, H, S, C, D, K = 2, 4, 6, 8, 16, 3

@@ -22,10 +22,8 @@ from benchmarks.source_hash import ROOT
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing import interface, route
 from mhc_inductor.routing.operators.selection.profit import Sizes, refusal
-from tests.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
-from tests.helpers_mhc import relative
-from tests.reference_models_selection import REFERENCE_MODELS
-from tests.spellings_selection import (
+from tests.formulas.reference_models_selection import REFERENCE_MODELS
+from tests.formulas.spellings_selection import (
     AXES,
     KINDS,
     MUTATIONS,
@@ -37,6 +35,8 @@ from tests.spellings_selection import (
     singles,
     spellings,
 )
+from tests.oracles.mhc import relative
+from tests.tools.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
 
 CHUNK, RANDOM, SEED = 20, 150, 1
 DENSE = "dense causal SDPA (cuDNN)"

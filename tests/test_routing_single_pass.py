@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mhc_inductor import mhc_coefficients, mhc_collapse, mhc_post
 from mhc_inductor.nn import HyperConnection
-from tests.capture import Captured, difference, eager, run
+from tests.tools.capture import Captured, difference, eager, run
 
 D, N, T = 16, 4, 6
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.capture import Captured, difference, eager, reasons, run
+from tests.tools.capture import Captured, difference, eager, reasons, run
 
 D, N, T = 16, 4, 6
 Fn = Callable[..., Any]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture import Captured, difference, eager, run
-from tests.reference_models_mhc import ITERS, WIDTH, N, P, around, parameters
+from tests.formulas.reference_models_mhc import ITERS, WIDTH, N, P, around, parameters
+from tests.tools.capture import Captured, difference, eager, run
 
 Factor = Callable[[Tensor, Tensor], Tensor]
 

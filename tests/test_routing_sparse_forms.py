@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mhc_inductor
-from tests.capture import Captured, difference, eager, reasons, run
+from tests.tools.capture import Captured, difference, eager, reasons, run
 
 B, S, H, HEADS, D, K = 2, 20, 2, 16, 8, 4
 INF = float("inf")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mhc_inductor.options import RoutingOptions
 from mhc_inductor.routing.operators.selection import profit
-from tests.capture import difference, eager, not_worse, reasons, run
+from tests.tools.capture import difference, eager, not_worse, reasons, run
 
 B, S, H, D, K, W, RATIO = 2, 13, 3, 8, 4, 3, 2
 N = S // RATIO

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.capture import Captured, difference, eager, not_worse, reasons, run
 from tests.test_routing_absorb import LATENT, NOPE, ROPE, Absorbed, Latent, absorbed, data
+from tests.tools.capture import Captured, difference, eager, not_worse, reasons, run
 
 B, S, T, H, L, R, K = 2, 10, 19, 3, 8, 4, 4
 INF = float("inf")

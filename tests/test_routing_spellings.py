@@ -2,7 +2,7 @@
 """Routing finds the mHC formula in every spelling, and nothing that is not mHC.
 
 Each pick is a graph of Dynamo's once, which runs without Inductor; a sample runs through all of
-``backend="mhc_inductor"``. What combines picks, and mutants, is recorded without Dynamo (:mod:`tests.traced`) where it
+``backend="mhc_inductor"``. What combines picks, and mutants, is recorded without Dynamo (:mod:`tests.tools.traced`) where it
 has no modes and no dynamic sizes; :mod:`tests.all_spellings` has Dynamo write all of them.
 """
 
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 import mhc_inductor
-from tests.capture import Captured, difference, eager, evaluate, run
-from tests.helpers_mhc import relative, rounding
-from tests.mutations import Mutation, mutants
-from tests.spellings import AXES, Spelling, singles, spellings
+from tests.formulas.mutations import Mutation, mutants
+from tests.formulas.spellings_mhc import AXES, Spelling, singles, spellings
+from tests.oracles.mhc import relative, rounding
+from tests.tools.capture import Captured, difference, eager, evaluate, run
 
 TOTAL, SEED = 500, 0
 EVERY, PARTS = 5, 10

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture import Captured, difference, eager, run
-from tests.reference_models_mhc import EPS, WIDTH, N, P, _balanced, _gates, around, parameters, sublayer
+from tests.formulas.reference_models_mhc import EPS, WIDTH, N, P, _balanced, _gates, around, parameters, sublayer
 from tests.test_routing_mhc_laws import reasons, same, streams
+from tests.tools.capture import Captured, difference, eager, run
 
 Layer = Callable[[Sequence[Tensor], P], list[Tensor]]
 WRITTEN = (

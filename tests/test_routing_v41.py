@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import mhc_inductor
-from tests.capture import difference, eager, reasons, run
-from tests.reference_models_v41 import DIM, Attention, Model, State
+from tests.formulas.reference_models_v41 import DIM, Attention, Model, State
+from tests.tools.capture import difference, eager, reasons, run
 
 KINDS = ("full", "reindex", "reuse", "reindex")
 

@@ -9,7 +9,7 @@ import torch
 from mhc_inductor.routing.graph.expressions import step, whole
 from mhc_inductor.routing.graph.known_calls import KnownCalls
 from mhc_inductor.routing.graph.values import Values, example, tensors_in
-from tests.capture import difference, eager, reasons, run
+from tests.tools.capture import difference, eager, reasons, run
 
 
 def _values(fn, *inputs):

@@ -20,10 +20,10 @@ from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Mismatch, register
-from tests.capture import Captured, difference, eager, evaluate, reasons
-from tests.gated_norm import GatedNorm
-from tests.gated_norm import norm_formula as formula
+from tests.formulas.gated_norm import GatedNorm
+from tests.formulas.gated_norm import norm_formula as formula
 from tests.test_routing_verify_process import state
+from tests.tools.capture import Captured, difference, eager, evaluate, reasons
 
 
 def norm(x: Tensor, w: Tensor, g: Tensor) -> Tensor:

@@ -22,14 +22,14 @@ from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.few_tokens import FewTokens
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import emit
-from tests import reference_models_e79 as e79
-from tests import reference_models_selection as selection
 from tests import test_routing_single_pass as single_pass
-from tests.capture import interpreted
-from tests.laws import block, mhc_leaves
-from tests.laws_writes import WRITES, written
-from tests.reference_models_mhc import WIDTH, N, _balanced, _gates, around, normed, parameters
-from tests.spellings_selection import plain
+from tests.formulas import reference_models_e79 as e79
+from tests.formulas import reference_models_selection as selection
+from tests.formulas.laws import block, mhc_leaves
+from tests.formulas.laws_writes import WRITES, written
+from tests.formulas.reference_models_mhc import WIDTH, N, _balanced, _gates, around, normed, parameters
+from tests.formulas.spellings_selection import plain
+from tests.tools.capture import interpreted
 
 P = parameters()
 Fn = Callable[..., Any]

@@ -17,8 +17,8 @@ from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.interface import Verdict
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chains
 from mhc_inductor.routing.verify import Trial
-from tests.capture import interpreted
-from tests.laws import block, mhc_leaves
+from tests.formulas.laws import block, mhc_leaves
+from tests.tools.capture import interpreted
 
 CALLED = list[str]()
 """What the modes and hooks of the tests below saw."""

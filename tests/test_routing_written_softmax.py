@@ -14,7 +14,7 @@ from mhc_inductor.routing import route
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.view import Knowledge, View
 from mhc_inductor.routing.operators.selection.search import Search
-from tests.capture import difference, eager, exact_or_left, left_by_proof, reasons, run
+from tests.tools.capture import difference, eager, exact_or_left, left_by_proof, reasons, run
 
 B, S, H, D, K = 2, 11, 3, 8, 4
 INF = float("inf")

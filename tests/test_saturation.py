@@ -6,9 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import helpers_e79
-import helpers_mhc
-import helpers_single_pass
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +13,9 @@ from torch import Tensor
 import mhc_inductor
 from mhc_inductor.kernels.cpu import selection_core as selection_cpu_core
 from mhc_inductor.ops.registry import call
+from tests.oracles import e79 as helpers_e79
+from tests.oracles import mhc as helpers_mhc
+from tests.oracles import single_pass as helpers_single_pass
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 N, WIDTH = 4, 24

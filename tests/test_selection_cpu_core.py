@@ -8,13 +8,13 @@ import math
 
 import pytest
 import torch
-from helpers_selection import OUTPUTS, check, error, make_inputs, run, upstream
 
 import mhc_inductor
 from mhc_inductor import compat, log
 from mhc_inductor.kernels.cpu import selection as selection_cpu
 from mhc_inductor.kernels.cpu import selection_core as core
 from mhc_inductor.reference import selection as reference
+from tests.oracles.selection import OUTPUTS, check, error, make_inputs, run, upstream
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops on DTensors: the table of dimensions, and the checks of :mod:`tests.sharded_checks` on ranks of their own."""
+"""The ops on DTensors: the table of dimensions, and the checks of :mod:`tests.ranks.sharded_checks` on ranks of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mhc_inductor.ops import dims, registry, sharding
-from tests import sharded_checks, sharded_ops
+from tests.ranks import sharded_checks, sharded_ops
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed"),

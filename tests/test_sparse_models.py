@@ -16,9 +16,10 @@ from torch._inductor.utils import run_and_get_code
 from mhc_inductor import compat
 from mhc_inductor.routing.operators.index.operator import IndexOperator
 from mhc_inductor.routing.operators.selection.operator import SelectionOperator
-from tests import capture, each_commit, sparse_families, sparse_runs
-from tests.sparse_families import EACH_COMMIT, FAMILIES
-from tests.sparse_runs import MODES
+from tests.formulas import sparse_families, sparse_runs
+from tests.formulas.sparse_families import EACH_COMMIT, FAMILIES
+from tests.formulas.sparse_runs import MODES
+from tests.tools import capture, each_commit
 
 if not all(importlib.util.find_spec(f"transformers.models.{name}") for name in FAMILIES):
     pytest.skip("this transformers lacks some of the models", allow_module_level=True)

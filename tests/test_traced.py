@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import Knowledge, View
-from tests import capture
-from tests.capture import difference, eager, run
-from tests.traced import Unrecorded, traced
+from tests.tools import capture
+from tests.tools.capture import difference, eager, run
+from tests.tools.traced import Unrecorded, traced
 
 
 class _Layer(torch.nn.Module):

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.capture import reasons, run
-from tests.spellings_e79 import plain
+from tests.formulas.spellings_e79 import plain
+from tests.tools.capture import reasons, run
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "architecture.md"
 FILES = 20

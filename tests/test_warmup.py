@@ -14,7 +14,6 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import process_state
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,8 @@ from benchmarks.source_hash import ROOT
 from mhc_inductor import compat
 from mhc_inductor.nn import HyperConnection
 from mhc_inductor.warming import side_by_side
-from tests.warmed import Two
+from tests.tools import process_state
+from tests.tools.warmed import Two
 
 D, N = 16, 4
 
@@ -239,7 +239,9 @@ def test_processes_compile_what_the_warmup_then_finds(tmp_path: pathlib.Path) ->
     """Runs a script, as a user would: what other tests leave in this process is a part of the keys of the cache."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     env = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-m", "tests.warmed"], capture_output=True, text=True, env=env, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tools.warmed"], capture_output=True, text=True, env=env, cwd=ROOT
+    )
     assert done.returncode == 0 and "warmup" not in done.stderr, done.stderr[-3000:]
 
 

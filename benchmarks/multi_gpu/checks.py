@@ -19,9 +19,9 @@ T = TypeVar("T")
 CONTEXT = ("gather_ranges", "ring_ranges", "uneven_parts", "lists_of_positions", "keys_that_are_the_values_of_ranges")
 CONTEXT += ("bf16", "scans", "index_of_all_keys", "gradients_that_only_some_ranks_need")
 CONTEXT += ("two_runs_give_equal_bits", "errors_on_every_rank")
-"""Names in ``tests/distributed_checks.py``."""
+"""Names in ``tests/ranks/distributed_checks.py``."""
 TRAINED = ("mhc_trains", "e79_trains", "selection_trains")
-"""Names in ``tests/sharded_training.py``."""
+"""Names in ``tests/ranks/sharded_training.py``."""
 PER_TOKEN = ("batch", "sequence", "queries")
 """Ways of sharding that leave a token's arithmetic as it is: its results must have equal bits."""
 
@@ -47,8 +47,8 @@ def sharded_ops(ranks: Ranks) -> dict[str, Any]:
     """
     from torch.distributed.tensor import init_device_mesh
 
-    from tests import sharded_ops as checks
-    from tests.deterministic import deterministic_algorithms
+    from tests.ranks import sharded_ops as checks
+    from tests.tools.deterministic import deterministic_algorithms
 
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     plan = _samples(checks, ranks.options["share"], ranks.options["shares"], ranks.options.get("most"))
@@ -87,7 +87,7 @@ def trained(ranks: Ranks) -> dict[str, Any]:
     """Runs the public functions on DTensors with gradients, in fp32: every split of the tests, against one rank."""
     from torch.distributed.tensor import init_device_mesh
 
-    from tests import sharded_training as checks
+    from tests.ranks import sharded_training as checks
 
     mesh, names = init_device_mesh(ranks.device.type, (ranks.size,)), TRAINED[: ranks.options.get("most")]
     return _all(ranks, {name: functools.partial(getattr(checks, name), mesh, torch.float32) for name in names})
@@ -132,8 +132,8 @@ def _try(ranks: Ranks, name: str, check: Callable[[], T], failed: dict[str, str]
 
 def context(ranks: Ranks) -> dict[str, Any]:
     """Runs the checks of context parallelism, forward and backward, against the fp64 oracles of one process."""
-    import distributed_checks as checks
-    import distributed_tools
+    from tests.ranks import distributed_checks as checks
+    from tests.ranks import distributed_tools
 
     distributed_tools.DEVICE = ranks.device
     names = CONTEXT[ranks.options["share"] :: ranks.options["shares"]][: ranks.options.get("most")]

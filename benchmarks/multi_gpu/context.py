@@ -128,7 +128,7 @@ def run(ranks: Ranks) -> dict[str, Any]:
 
 def _measured(name: str, fn: Call, inputs: list[Tensor], everyone: bool, rounds: int, ranks: Ranks) -> dict[str, Any]:
     """Returns ms and the bytes that a rank sends, forward and with the backward, and the peak of memory."""
-    import distributed_tools
+    from tests.ranks import distributed_tools
 
     def forward() -> None:
         with torch.no_grad():

@@ -105,7 +105,7 @@ def main(words: dict[str, Any]) -> None:
 def _device(words: dict[str, Any]) -> torch.device:
     """Joins the process group, and returns this process's device."""
     if not words["inductor"]:
-        from tests.trainer_runs import without_inductor
+        from tests.tools.trainer_runs import without_inductor
 
         without_inductor()
     make_deterministic()  # losses are compared in bits

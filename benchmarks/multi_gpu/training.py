@@ -89,7 +89,7 @@ def backend(ranks: Ranks) -> Any:
     """Returns the plugin; in a trial run on a CPU its routing without Inductor, whose C++ takes a minute."""
     if not ranks.toy:
         return "mhc_inductor"
-    from process_engines import routing
+    from tests.tools.process_engines import routing
 
     return routing
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from examples.byte_model import MLP, Attention
 from examples.e79_model import E79Layer
 from mhc_inductor.nn import HyperConnection, expand
-from tests import laws, sparse_families
-from tests.sparse_families import FAMILIES, VOCAB
+from tests.formulas import laws, sparse_families
+from tests.formulas.sparse_families import FAMILIES, VOCAB
 
 _HEAVY, _SPARSE = "heavily_compressed_attention", "compressed_sparse_attention"
 _WIDE_V4 = {"num_hidden_layers": 4, "layer_types": [_HEAVY, _SPARSE] * 2, "n_routed_experts": 16, "vocab_size": 32768}
@@ -27,7 +27,7 @@ _WIDE_V32 = {"num_hidden_layers": 1, "mlp_layer_types": ["dense"], "vocab_size":
 class Model:
     """A model and one batch of it.
 
-    ``family``: of ``tests.sparse_families``, with the sizes of the tests, or "mhc" or "e79", written out in plain PyTorch.
+    ``family``: of ``tests.formulas.sparse_families``, with the sizes of the tests, or "mhc" or "e79", written out in plain PyTorch.
     ``wide``: what differs from the published sizes, the defaults of transformers; such a model is measured alone, and not
     compared with fp32, which does not fit. ``toy``: the length on a CPU.
     """

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs, fp64 oracles and calls for the tests of single-pass mHC, in the manner of ``helpers_mhc``.
+
+One set of inputs serves all three ops: x, f_out, h_post, h_res, h_pre, phi, alpha, bias, gamma. Gradients come from
+autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.oracles import mhc as h
+
+UP = ("x_out", "h_in", "next_pre", "next_post", "next_res")
+COEFFICIENTS = ("h_pre", "h_post", "h_res", "h_mix", "inv_rms")
+SITE = ("x", "f_out", "h_post", "h_res", "h_pre")
+PARAMS = ("phi", "alpha", "bias", "gamma")
+Inputs = Mapping[str, Tensor | None]
+
+
+def make_inputs(
+    lead: tuple[int, ...], n: int, width: int, dtype: torch.dtype = torch.float64, **made: Any
+) -> dict[str, Tensor | None]:
+    """Returns the inputs of mhc_single_pass in the op's order, without transpose_res and options."""
+    g = torch.Generator().manual_seed(made.get("seed", 0) + 200)
+    fused = h.make_fused_inputs(lead, n, width, dtype, **made)
+    weights = torch.randn(*lead, n, generator=g, dtype=torch.float64)
+    weights = weights.to(torch.float64 if dtype is torch.float64 else torch.float32).to(made.get("device", "cpu"))
+    return {k: weights if k == "h_pre" else fused[k] for k in (*SITE, *PARAMS)}
+
+
+def _options(options: Mapping[str, Any] | None) -> list[Any]:
+    return list({**h.PRE_OPTIONS, **(options or {})}.values())
+
+
+def oracle(
+    inputs: Inputs,
+    transpose_res: bool,
+    x_out: Tensor,
+    up: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """Computes mhc_single_pass in fp64, and with ``up`` the gradients of all inputs.
+
+    ``x_out`` is the tensor that the op rounded: later steps read these values, and gradients pass through the rounding.
+    """
+    t = h.leaves(inputs)
+    x, f_out, h_post, h_res, h_pre = (t[k] for k in SITE)
+    assert x is not None and f_out is not None and h_post is not None and h_pre is not None
+    order = "...io,...id->...od" if transpose_res else "...oi,...id->...od"
+    exact = h_post[..., None] * f_out[..., None, :] + (x if h_res is None else torch.einsum(order, h_res, x))
+    rounded = exact + (x_out.detach().cpu().double() - exact).detach()
+    after, _ = h._pre({**t, "x": rounded}, options)
+    result = {"x_out": exact, "h_in": torch.einsum("...i,...id->...d", h_pre, rounded)}
+    result |= {f"next_{k[2:]}": after[k] for k in ("h_pre", "h_post", "h_res")}
+    result |= {k: after[k] for k in ("h_mix", "inv_rms")}
+    if up:
+        keys = [k for k in up if result[k].requires_grad]
+        result |= h._grads([rounded if k == "x_out" else result[k] for k in keys], [up[k] for k in keys], t)
+    return {k: a.detach() for k, a in result.items()}
+
+
+def run(
+    inputs: Inputs,
+    transpose_res: bool,
+    up: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """Runs mhc_single_pass, and with ``up`` its backward, and names the results as :func:`oracle` does."""
+    o = _options(options)
+    site, params = (*(inputs[k] for k in SITE), transpose_res), tuple(inputs[k] for k in PARAMS)
+    named = dict(zip((*UP, "h_mix", "inv_rms"), h.OPS.mhc_single_pass(*site, *params, *o), strict=True))
+    if not up:
+        return named
+    saved = [named[k] for k in ("next_pre", "next_post", "h_mix", "inv_rms")]
+    ups = [up.get(k) for k in UP]
+    grads = h.OPS.mhc_single_pass_backward(*ups, *site, named["x_out"], *params, *saved, *o)
+    return named | {f"d{k}": g for k, g in zip((*SITE, *PARAMS), grads, strict=True) if inputs[k] is not None}
+
+
+def oracle_coefficients(
+    inputs: Inputs, up: Mapping[str, Tensor] | None = None, options: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """Computes mhc_coefficients of ``helpers_mhc.make_inputs`` in fp64, and with ``up`` the gradients."""
+    t = h.leaves(inputs)
+    after, _ = h._pre(t, options)
+    result = {k: after[k] for k in COEFFICIENTS}
+    if up:
+        keys = [k for k in up if result[k].requires_grad]
+        result |= h._grads([result[k] for k in keys], [up[k] for k in keys], t)
+    return {k: a.detach() for k, a in result.items()}
+
+
+def run_coefficients(
+    inputs: Inputs,
+    up: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+    dx_acc: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Runs mhc_coefficients, and with ``up`` its backward; names the results as :func:`oracle_coefficients` does."""
+    o = _options(options)
+    named = dict(zip(COEFFICIENTS, h.OPS.mhc_coefficients(*inputs.values(), *o), strict=True))
+    if not up:
+        return named
+    saved = [named[k] for k in ("h_pre", "h_post", "h_mix", "inv_rms")]
+    ups = [up.get(k) for k in COEFFICIENTS[:3]]
+    grads = h.OPS.mhc_coefficients_backward(*ups, *inputs.values(), *saved, dx_acc, *o)
+    return named | {f"d{k}": g for k, g in zip(inputs, grads, strict=True) if inputs[k] is not None}
+
+
+def alone(tensors: Inputs, lead: tuple[int, ...]) -> Iterator[dict[str, Tensor | None]]:
+    """Yields, for each token, the tensors of that token with one leading dimension of 1; parameters stay whole."""
+    for i in range(math.prod(lead)):
+        whole = {k for k, t in tensors.items() if k in PARAMS or t is None}
+        yield {k: t if k in whole or t is None else t.flatten(0, len(lead) - 1)[i : i + 1] for k, t in tensors.items()}
+
+
+def dalpha_terms(of_tokens: Iterable[Mapping[str, Tensor]], n: int) -> Tensor:
+    """Returns the sums of the sizes of dalpha's terms, from the oracle's results for each token alone."""
+    of_columns = sum((r["dbias"] * r["h_mix"][0] * r["inv_rms"][0]).abs() for r in of_tokens)
+    assert isinstance(of_columns, Tensor)
+    return torch.stack([part.sum() for part in (of_columns[:n], of_columns[n : 2 * n], of_columns[2 * n :])])
+
+
+def compare_dalpha(got: Tensor, want: Tensor, terms: Tensor, tolerance: float, roundings: float) -> None:
+    """Asserts that dalpha is right relative to the sizes of what it sums, since the sum itself may cancel.
+
+    A dalpha of low precision may be ``roundings`` roundings of itself apart as well.
+    """
+    error, size = float((got.cpu().double() - want).norm()), float(terms.norm())
+    low = 0.0 if got.dtype is torch.float32 else roundings * h.rounding(got.dtype) * float(want.norm())
+    assert error <= tolerance * size + low, f"dalpha: {error / size:.3g} of its terms, above {tolerance:.3g}"
+
+
+def oracle_collapse(x: Tensor, h_pre: Tensor, dh_in: Tensor) -> dict[str, Tensor]:
+    """Computes mhc_collapse and its gradients in fp64."""
+    t = h.leaves({"x": x, "h_pre": h_pre})
+    assert t["x"] is not None and t["h_pre"] is not None
+    h_in = torch.einsum("...i,...id->...d", t["h_pre"], t["x"])
+    return {"h_in": h_in.detach(), **h._grads([h_in], [dh_in], t)}
+
+
+def run_collapse(x: Tensor, h_pre: Tensor, dh_in: Tensor) -> dict[str, Tensor]:
+    """Runs mhc_collapse and its backward, and names the results as :func:`oracle_collapse` does."""
+    dx, dh_pre = h.OPS.mhc_collapse_backward(dh_in, x, h_pre)
+    return {"h_in": h.OPS.mhc_collapse(x, h_pre), "dx": dx, "dh_pre": dh_pre}
