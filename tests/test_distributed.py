@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.xdist_group("distributed"),
 ]
 
-from tests.ranks from tests.ranks import distributed_checks  # noqa: E402
+from tests.ranks import distributed_checks  # noqa: E402
 
 ONLY_TWO = ("under_torch_compile", "double_backward_raises", "mhc_needs_no_messages", "bf16", "a_rank_dies")
 ONLY_THREE = ("groups_and_meshes",)
