@@ -34,8 +34,8 @@ def test_scopes_and_kernels_are_in_the_trace(compiled: bool, nvtx: bool) -> None
     with profile(activities=activities) as trace, mhc_inductor.op_scopes(nvtx=nvtx):
         step(call)
     events = trace.events() or ()
-    host = {e.name for e in events if e.device_type is DeviceType.CPU}
-    kernels = {e.name for e in events if e.device_type is DeviceType.CUDA}
+    host = {e.name for e in events if e.device_type == DeviceType.CPU}
+    kernels = {e.name for e in events if e.device_type == DeviceType.CUDA}
     for op in OPS:
         assert any(name.startswith(f"{op} x bfloat16[1, 512, 4, 256]") for name in host), sorted(host)
         assert f"mhc_inductor::{op}_backward" in host
