@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ("mhc_inductor", "kernels", "lowerings")
 BUDGETS: dict[tuple[str, ...], int] = {
     PACKAGE: 52_541,
-    ("benchmarks",): 11_521,
+    ("benchmarks",): 11_537,
     ("tests",): 64_900,
     ("examples",): 3_448,
 }
