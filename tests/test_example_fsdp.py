@@ -19,8 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 
 
 def _started(folder: pathlib.Path, turn: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    program = pathlib.Path(__file__).parent.parent / "benchmarks" / "multi_gpu" / "resume.py"
-    command, alone = [sys.executable, str(program)], {}
+    command, alone = [sys.executable, "-m", "benchmarks.multi_gpu.resume"], {}
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     else:  # what torchrun would say, without its process
@@ -29,7 +28,8 @@ def _started(folder: pathlib.Path, turn: str, ranks: int) -> subprocess.Complete
     killed = {"every": 2, "killed_after": 3}  # the last checkpoint is of step 2
     words = {"folder": str(folder), "turn": turn, "size": size, "device": "cpu", "inductor": False, **killed}
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **alone}
-    return subprocess.run([*command, json.dumps(words)], capture_output=True, text=True, env=env, timeout=300)
+    root = pathlib.Path(__file__).parents[1]
+    return subprocess.run([*command, json.dumps(words)], capture_output=True, text=True, env=env, timeout=300, cwd=root)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.every_case), 2])

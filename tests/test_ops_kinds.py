@@ -13,9 +13,11 @@ from test_ops_boundaries import GOOD, OP_SAMPLES, _given
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import mhc_inductor
 from mhc_inductor.ops import registry
+from mhc_inductor.ops.dims import results, source_of
 from tests.oracles.op_contract import op
 
 _QK = (torch.randn(1, 3, 1, 2, 16), torch.randn(1, 1, 4, 16), torch.randn(1, 3, 1, 2))
@@ -227,3 +229,27 @@ def test_reverse_mode_transforms_of_compiled_functions(fresh):
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"mhc_post cannot be differentiated by torch\.func\.grad.* inside a compiled"):
         torch.compile(torch.func.grad(loss), backend="aot_eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("name", [name for name in OP_SAMPLES if f"{name}_backward" in registry.REFERENCE])
+def test_a_gradient_reads_each_saved_tensor_once(name: str) -> None:
+    """Checkpointing refuses a second reading; the gradients are those without it."""
+    taught = {source_of(result) for result in results(f"{name}_backward")}
+    sample = [
+        a.detach().clone().requires_grad_() if argument in taught and isinstance(a, Tensor) else a
+        for argument, a in zip(registry.argument_names(name), OP_SAMPLES[name], strict=False)
+    ]
+    leaves = [a for a in sample if isinstance(a, Tensor) and a.requires_grad]
+
+    def loss(*args: Any) -> Tensor:
+        out = op(name)(*args)
+        found: Tensor = sum(t.square().sum() for t in (out if isinstance(out, tuple) else (out,)) if t.requires_grad)
+        return found
+
+    want = torch.autograd.grad(loss(*sample), leaves, allow_unused=True)
+    got = torch.autograd.grad(checkpoint(loss, *sample, use_reentrant=False), leaves, allow_unused=True)
+    assert any(g is not None for g in want)
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

@@ -173,7 +173,7 @@ def _setup(name: str, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def saved(ctx: Any) -> list[Any]:
-    """Returns the backward op's arguments after the gradients."""
+    """Returns the backward op's arguments after the gradients. Once in a backward: checkpointed tensors are read once."""
     return [other if t is None else t for t, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
 
 

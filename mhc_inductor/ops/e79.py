@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mhc_inductor.kernels.cpu import e79 as cpu
 from mhc_inductor.ops.batching import fold
-from mhc_inductor.ops.derived import define_ops, gradient, saved
+from mhc_inductor.ops.derived import define_ops, gradient
 from mhc_inductor.ops.registry import call as call
 from mhc_inductor.reference import e79 as reference
 from mhc_inductor.reference.precision import acc_dtype
@@ -123,7 +123,7 @@ _SETUP, _BACKWARD = gradient("e79_scan")
 
 
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    if any(g is not None for g in grads[:3]) and saved(ctx)[-1] == 0:
+    if any(g is not None for g in grads[:3]) and ctx.others[-1] == 0:
         raise RuntimeError(
             "mhc_inductor: e79_scan was called with segment = 0, which keeps no checkpoints, but a gradient arrived; "
             "give the op a segment of at least 1, or call mhc_inductor.e79_scan, which chooses it"
