@@ -19,7 +19,7 @@ TESTS = pathlib.Path(__file__).parent
 KEPT = ("few", "e79", "selection", "selection_pieces", "selection_join", "index_backward")
 """Kernels that each commit interprets: they take seconds."""
 BF16_DOT = """
-import sys; sys.path.insert(0, {tests!r})
+import sys; sys.path.insert(0, {root!r})
 import torch, triton, triton.language as tl
 from tests.tools.interpreter_fixes import fix_dot
 fix_dot()
@@ -43,7 +43,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 
 def test_bf16_dot_is_fixed(tmp_path):
     script = tmp_path / "dot.py"
-    script.write_text(BF16_DOT.format(tests=str(TESTS)))
+    script.write_text(BF16_DOT.format(root=str(TESTS.parent)))
     done = _run(str(script))
     assert done.returncode == 0, done.stderr
 
