@@ -305,7 +305,7 @@ def e79_squares(depth: int) -> Case:
 
 
 @pytest.mark.parametrize("make", [e79_skips, e79_squares], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("depths", [(7, 14), (20, 40)], ids=str)
+@pytest.mark.parametrize("depths", [(7, 14), pytest.param((20, 40), marks=pytest.mark.every_case)], ids=str)
 def test_work_for_recurrences_is_bounded(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
     n = 16
     check(make, (torch.randn(2, 3, 4 * n), torch.randn(3, n, n), torch.randn(3, n, n)), depths)

@@ -20,6 +20,8 @@ _CLOSE = 1e-8
 """The relative difference that a constant rounded to fp32 may make in fp64."""
 _SKETCH = 4
 """Vectors are first compared by so many random sums of their elements."""
+_AT_ONCE = 256
+"""Quantities that are compared with all vectors at a time: a step with many vectors has ten thousands of them."""
 QUANTITIES = {
     "delta": "delta = v - S k^",
     "k^": f"k^ = k / (|k| + {EPS:g})",
@@ -78,10 +80,12 @@ class Roles:
             unit = self.vectors[k]
             off, vector = apart(units, unit).min(0)
             outer = write[..., None] * unit[..., None, :]
-            for at, (r, c) in enumerate(zip(*self._gates(gating, unit), strict=True)):
-                step = r[..., None] * state * c[..., None, :] + outer
-                if off <= _CLOSE and apart(step.flatten(1), made.flatten(1)) <= _CLOSE:
-                    return base, int(vector), at - 1 if at else None, write
+            if off > _CLOSE:
+                continue
+            r, c = self._gates(gating, unit)
+            steps = r[..., None] * state * c[..., None, :] + outer
+            for at in (apart(steps.flatten(2), made.flatten(1)) <= _CLOSE).nonzero().flatten().tolist()[:1]:
+                return base, int(vector), at - 1 if at else None, write
         k = writes[0][1]
         off = apart(units, self.vectors[k]).min()
         if off > _CLOSE and self.elements.dynamic is not None:
@@ -99,19 +103,24 @@ class Roles:
 
     def _writes(self, name: str, state: Tensor, bases: Tensor) -> list[tuple[int, int, Tensor]]:
         """Returns (base, unit, base - state unit), vectors by number, where that is a vector, too. Raises Missing."""
-        retrieved = torch.einsum("tij,vtj->vti", state, self.vectors)
-        writes = (bases[:, None] - retrieved[None]).flatten(0, 1)
-        found = [at % len(writes) for at in self._equal(name, torch.cat([writes, -writes]))]
+        writes, equal = self._written(name, state, bases)
+        found = [at % len(writes) for at in equal.any(1).nonzero().flatten().tolist()]
         return [(*divmod(at, len(self.vectors)), writes[at]) for at in found]
 
-    def _equal(self, name: str, expected: Tensor) -> list[int]:
-        """Returns the numbers of those of ``expected`` that a vector of the step equals. Raises Missing for none."""
-        errors = apart((expected @ self.sums)[:, None], self.vectors @ self.sums)
-        found = (errors <= _CLOSE).any(1).nonzero().flatten().tolist()
-        if not found:
+    def _written(self, name: str, state: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns every base - state unit, and which vectors equal these, then their negatives. Raises Missing."""
+        retrieved = torch.einsum("tij,vtj->vti", state, self.vectors)
+        writes = (bases[:, None] - retrieved[None]).flatten(0, 1)
+        return writes, self._equal(name, torch.cat([writes, -writes]))
+
+    def _equal(self, name: str, expected: Tensor) -> Tensor:
+        """Returns which of ``expected`` equals which vector of the step: [expected, vectors]. Raises Missing for none."""
+        own, parts = self.vectors @ self.sums, (expected @ self.sums).split(_AT_ONCE)
+        errors = torch.cat([apart(part[:, None], own) for part in parts])
+        if errors.amin() > _CLOSE:
             at = int(errors.amin(0).argmin())
             raise Missing(name, self.leaves[at].ref.value, float(errors.amin()))
-        return found
+        return errors <= _CLOSE
 
     def output(self, made: Tensor) -> int | None:
         """Returns the number of q, if ``made`` is ``y * silu(y)`` with ``y = S' q``, else None."""
@@ -137,9 +146,10 @@ class Roles:
                 self._equal(name, arguments.sigmoid().flatten(0, 1))
                 found.append(name)
         with contextlib.suppress(Missing):
-            deltas = [write for _, _, write in self._writes("delta", self.S, self.vectors)]
+            plus, minus = self._written("delta", self.S, self.vectors)[1].chunk(2)
             found.append("delta")
-            self._writes("g", self.M, torch.stack(deltas))
+            deltas = torch.cat([self.vectors[plus.any(0)], -self.vectors[minus.any(0)]])
+            self._written("g", self.M, deltas)
             found.append("g")
         return [name for name in QUANTITIES if name in found]
 
