@@ -161,12 +161,8 @@ class Search:
                 value = self.view.values.of(user)
                 if not isinstance(value, Value) or user in updates:
                     continue
-                ref = vector(value, frame)
-                if (
-                    ref is not None
-                    and value.func in (aten.mul.Tensor, aten.div.Tensor)
-                    and recogniser.output(step, ref)
-                ):
+                ref = vector(value, frame) if value.func in (aten.mul.Tensor, aten.div.Tensor) else None
+                if ref is not None and recogniser.output(step, ref):
                     step.out_node = user
                     return
                 todo.append(user)

@@ -75,18 +75,18 @@ class Roles:
         Raises Missing and DynamicWidth.
         """
         units = self.vectors / (self.vectors.norm(dim=-1, keepdim=True) + EPS)
-        writes = self._writes(names[0], state, bases)
-        for base, k, write in writes:
-            unit = self.vectors[k]
-            off, vector = apart(units, unit).min(0)
-            outer = write[..., None] * unit[..., None, :]
+        writes, equal = self._writes(names[0], state, bases)
+        found = (equal.any(1).nonzero().flatten() % len(writes)).tolist()
+        for number in found:
+            (base, k), write = divmod(number, len(units)), writes[number]
+            off, vector = apart(units, self.vectors[k]).min(0)
             if off > _CLOSE:
                 continue
-            r, c = self._gates(gating, unit)
-            steps = r[..., None] * state * c[..., None, :] + outer
-            for at in (apart(steps.flatten(2), made.flatten(1)) <= _CLOSE).nonzero().flatten().tolist()[:1]:
+            r, c = self._gates(gating, self.vectors[k])
+            steps = r[..., None] * state * c[..., None, :] + write[..., None] * self.vectors[k][..., None, :]
+            for at in equal_to(made.flatten(1), steps.flatten(2))[:1]:
                 return base, int(vector), at - 1 if at else None, write
-        k = writes[0][1]
+        k = found[0] % len(units)
         off = apart(units, self.vectors[k]).min()
         if off > _CLOSE and self.elements.dynamic is not None:
             raise DynamicWidth(self.elements.dynamic)
@@ -101,16 +101,9 @@ class Roles:
         arguments = [(a @ unit[..., None])[..., 0] for a in (matrix, matrix.mT)]
         return [(argument + self.biases).sigmoid() for argument in arguments]
 
-    def _writes(self, name: str, state: Tensor, bases: Tensor) -> list[tuple[int, int, Tensor]]:
-        """Returns (base, unit, base - state unit), vectors by number, where that is a vector, too. Raises Missing."""
-        writes, equal = self._written(name, state, bases)
-        found = [at % len(writes) for at in equal.any(1).nonzero().flatten().tolist()]
-        return [(*divmod(at, len(self.vectors)), writes[at]) for at in found]
-
-    def _written(self, name: str, state: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
+    def _writes(self, name: str, state: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
         """Returns every base - state unit, and which vectors equal these, then their negatives. Raises Missing."""
-        retrieved = torch.einsum("tij,vtj->vti", state, self.vectors)
-        writes = (bases[:, None] - retrieved[None]).flatten(0, 1)
+        writes = (bases[:, None] - torch.einsum("tij,vtj->vti", state, self.vectors)).flatten(0, 1)
         return writes, self._equal(name, torch.cat([writes, -writes]))
 
     def _equal(self, name: str, expected: Tensor) -> Tensor:
@@ -125,13 +118,11 @@ class Roles:
     def output(self, made: Tensor) -> int | None:
         """Returns the number of q, if ``made`` is ``y * silu(y)`` with ``y = S' q``, else None."""
         y = torch.einsum("tij,vtj->vti", self.S_new, self.vectors)
-        found = (apart(y * y * y.sigmoid(), made) <= _CLOSE).nonzero().flatten().tolist()
-        return found[0] if found else None
+        return next(iter(equal_to(made, y * y * y.sigmoid())), None)
 
     def leaf(self, at: int, name: str) -> Leaf:
         """Returns a vector as an input of the step. Raises Mismatch if it is rounded here and not there."""
-        same = (apart(self.vectors, self.vectors[at]) <= _CLOSE).nonzero().flatten().tolist()
-        refs = [chain(self.leaves[k].ref) for k in same]
+        refs = [chain(self.leaves[k].ref) for k in equal_to(self.vectors[at], self.vectors)]
         if len({tuple(r.value.dtype for r in every if written(r.value)) for every in refs}) > 1:
             raise Mismatch(f"{name} is rounded in one place of the step and not in another", refs[0][0].value)
         return self.leaves[at]
@@ -146,10 +137,10 @@ class Roles:
                 self._equal(name, arguments.sigmoid().flatten(0, 1))
                 found.append(name)
         with contextlib.suppress(Missing):
-            plus, minus = self._written("delta", self.S, self.vectors)[1].chunk(2)
+            plus, minus = self._writes("delta", self.S, self.vectors)[1].chunk(2)
             found.append("delta")
             deltas = torch.cat([self.vectors[plus.any(0)], -self.vectors[minus.any(0)]])
-            self._written("g", self.M, deltas)
+            self._writes("g", self.M, deltas)
             found.append("g")
         return [name for name in QUANTITIES if name in found]
 
@@ -158,3 +149,8 @@ def apart(a: Tensor, b: Tensor) -> Tensor:
     """Returns the largest difference of arrays [.., token, elements], relative to the token's largest element."""
     size = torch.maximum(a.abs().amax(-1), b.abs().amax(-1)).clamp(min=1e-200)
     return ((a - b).abs().amax(-1) / size).amax(-1).nan_to_num(torch.inf)
+
+
+def equal_to(a: Tensor, each: Tensor) -> list[int]:
+    """Returns the numbers of those of ``each`` that equal ``a``."""
+    return (apart(each, a) <= _CLOSE).nonzero().flatten().tolist()

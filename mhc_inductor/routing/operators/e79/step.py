@@ -129,9 +129,7 @@ class Recogniser:
         rounded = [v for v in self.known if written(v)]
         given = dict.fromkeys([*self.updates, *(u.state for u in self.updates.values()), *rounded])
         for value, update in self.updates.items():
-            update.near = {v for a in values_in(value.args) for v in behind(a, passed=lambda v: v not in given)} | {
-                value
-            }
+            update.near = {value}.union(*(behind(a, passed=lambda v: v not in given) for a in values_in(value.args)))
         n, g = self.frame.n, torch.Generator(device="cpu").manual_seed(0)
         with compat.routing.outside_compile():
             self._given = {
