@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -61,6 +62,40 @@ def device_props(index: int) -> DeviceProps:
     props = torch.cuda.get_device_properties(index)
     backend = "hip" if torch.version.hip else "cuda"
     return DeviceProps(props.multi_processor_count, backend, props.major * 10 + props.minor)
+
+
+_OPTIONS = ("maxnreg", "launch_cooperative_grid")
+
+
+@functools.cache
+def _parameters(kernel: Any) -> tuple[tuple[str, str, bool], ...]:
+    """Returns a kernel's parameters, each with the name of its value and whether it is a constant."""
+    named = inspect.signature(kernel.fn).parameters.values()
+    return tuple((p.name, p.name.removesuffix("_ptr"), "constexpr" in str(p.annotation)) for p in named)
+
+
+def launch(b: Any, kernel: Any, grid: Any, config: Any, *values: Mapping[str, Any], **more: Any) -> None:
+    """Launches a kernel with those of the values that it has parameters for; of two with one name the last counts.
+
+    Args:
+        b: The builder.
+        kernel: The kernel.
+        grid: Its programs: a number, or one for each of up to three dimensions.
+        config: The numbers of warps and of stages, or a configuration that has them (without stages: 1). Its other
+            fields are values, too.
+        values: Tensors, sizes, scalars and constants by name; the parameter ``x_ptr`` takes the value ``x``.
+        more: As ``values``.
+    """
+    given = {} if isinstance(config, tuple) else dict(vars(config))
+    for each in (*values, more):
+        given.update(each)
+    args, constants = {}, {name: given[name] for name in _OPTIONS if name in given}
+    for name, value, constant in _parameters(kernel):
+        if value in given:
+            (constants if constant else args)[name] = given[value]
+    warps, stages = config if isinstance(config, tuple) else (config.num_warps, getattr(config, "num_stages", 1))
+    programs = grid if isinstance(grid, tuple) else (grid,)
+    b.launch(kernel, (*programs, 1, 1)[:3], args, constants, warps, stages)
 
 
 class EagerBuilder:

@@ -69,8 +69,8 @@ def test_values(width):
         want = h.oracle_pre({**inputs, "x": inputs["x"][some]}, None, OPTIONS)
         h.compare({k: v[some] for k, v in got.items()}, want, 2e-6, 1.05)
     # The other kernels see all tokens.
-    old = plan.plan_pre(EagerBuilder(inputs["x"].device), *inputs.values(), (1e-6, 1e-6, 2.0, 0.0, 1e-6), 20,
-                        OPTIONS["sinkhorn_form"], True, "inside")  # fmt: skip
+    x, *params = inputs.values()
+    old = plan.plan_pre(EagerBuilder(x.device), x, tuple(params), plan.Options(*OPTIONS.values()))
     for k, v in zip(NAMES, old, strict=True):
         assert h.relative(got[k], v) < (1e-4 if k == "h_in" else 4e-6), k
 

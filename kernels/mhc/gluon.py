@@ -55,6 +55,7 @@ def post_project(b: Any, x: Any, f_out: Any, collapse: bool = False) -> tuple[An
 
 COLUMNS = 256  # of each stream, per program of a group
 COUNTERS = 256  # words before the exchange
+WARPS = 8  # the kernel's layouts are written for them
 # Widths of pre whose kernel reads x once, in steps of 512 (docs/tuning.md). range(0) switches it off.
 ONE_READ_PRE = range(2560, 5121)
 refused: set[Any] = set()

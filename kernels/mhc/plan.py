@@ -8,10 +8,13 @@ token's bits must not depend on the batch around it. Small T uses the same launc
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+from mhc_inductor.log import warn_once
+
 from ..dtypes import without_kernel
+from ..launch import launch
+from . import gluon
 from .backward import (
     mhc_pre_backward_coefficients,
     mhc_pre_backward_dots,
@@ -35,11 +38,10 @@ from .config import (
     pre_few,
     rows_config,
 )
-from .one_read_plan import plan_one_read
 from .post import mhc_post, mhc_post_backward
 from .pre import mhc_pre_collapse, mhc_pre_project, mhc_pre_weights
 from .sinkhorn import mhc_sinkhorn, mhc_sinkhorn_backward
-from .sizes import FORMS, OUTSIDE, Dims, contiguous, dims, numel, pre_outputs
+from .sizes import FORMS, OUTSIDE, Dims, Options, contiguous, dims, nothing, numel, of_tokens, outputs
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
@@ -71,73 +73,43 @@ def sections(b: Any, T: Any, groups: int, group: int) -> tuple[Any, Any]:
 def weights(b: Any, s: Dims, phi: Any, gamma: Any, columns: int, terms: int) -> Any:
     """Returns phi * gamma as bf16 terms, or in fp32 if ``terms`` is 0."""
     w = b.empty((terms or 1, s.MP, s.K), b.bf16 if terms else b.f32)
-    b.launch(
-        mhc_pre_weights,
-        (s.MP, -(-s.K // columns), 1),
-        dict(phi_ptr=phi, gamma_ptr=gamma, w_ptr=w),
-        dict(K=s.K, M=s.M, MP=s.MP, BK=columns, HAS_GAMMA=gamma is not None, TERMS=terms), 4, 1,
+    launch(
+        b, mhc_pre_weights, (s.MP, -(-s.K // columns)), (4, 1), s.values(), phi=phi, gamma=gamma, w=w, BK=columns,
+        HAS_GAMMA=gamma is not None, TERMS=terms,
     )  # fmt: skip
     return w
 
 
-def collapse(
-    b: Any, s: Dims, c: PreConfig, x: Any, part: Any, RUN: Any, groups: int, group: int, alpha: Any, bias: Any,
-    out: tuple[Any, ...], floats: tuple[Any, ...], iters: int, form: str, norm_form: str,
-) -> None:  # fmt: skip
-    """Launches the kernel that computes coefficients and h_in from the projection's parts.
-
-    ``floats``: norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps.
-    """
-    one = pre_few(b, x, s.T)
-    launch_collapse(
-        b, mhc_pre_collapse, s, c.BC, c.BD, x, part, alpha, bias, out, floats, iters, form, dict(RUN=RUN),
-        dict(N=s.n, NP=s.NP, GROUPS=groups, GROUP=group, FEW=one), c.collapse_warps, norm_form, int(one),
-    )  # fmt: skip
-
-
 def launch_collapse(
-    b: Any, kernel: Any, s: Dims, BC: int, BD: int, x: Any, part: Any, alpha: Any, bias: Any, out: tuple[Any, ...],
-    floats: tuple[Any, ...], iters: int, form: str, args: dict[str, Any], constexprs: dict[str, Any], warps: int,
-    norm_form: str, tokens: int = 0,
-) -> None:  # fmt: skip
-    """Launches a kernel of coefficients and collapse.
+    b: Any, kernel: Any, s: Dims, c: Any, warps: int, values: dict[str, Any], tokens: int = 0, **more: Any
+) -> None:
+    """Launches a kernel of coefficients and collapse with the values of :func:`of_tokens`.
 
-    ``args`` and ``constexprs`` are those that only this kernel takes; ``tokens`` is the number of tokens of a
-    coefficients program, if it is not BC.
+    ``more`` are those that only this kernel takes; ``tokens`` is the number of tokens of a coefficients program, if it is
+    not BC.
     """
-    h_in, h_post, h_res, h_pre, h_mix, inv_rms = out
-    programs = b.cdiv(s.T, tokens or BC)
-    names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_eps")
-    b.launch(
-        kernel,
-        (programs + s.T * (-(-s.D // BD)), 1, 1),
-        dict(
-            x_ptr=x, part_ptr=part, alpha_ptr=alpha, bias_ptr=bias, h_in_ptr=h_in, h_pre_ptr=h_pre,
-            h_post_ptr=h_post, h_res_ptr=h_res if s.has_res else None, h_mix_ptr=h_mix, inv_ptr=inv_rms, T=s.T,
-            CP=programs, **args, **dict(zip(names, floats, strict=True)),
-        ),
-        dict(
-            D=s.D, M=s.M, MP=s.MP, **constexprs, BC=BC, BD=BD, HAS_POST=h_post is not None, HAS_RES=s.has_res,
-            ITERS=iters if s.has_res else 0, FORM=FORMS[form], OUTSIDE=OUTSIDE[norm_form],
-        ),
-        warps, 1,
-    )  # fmt: skip
+    programs = b.cdiv(s.T, tokens or c.BC)
+    grid = programs + s.T * (-(-s.D // c.BD))
+    launch(b, kernel, grid, (warps, 1), values, CP=programs, BC=c.BC, BD=c.BD, **more)
 
 
-def plan_pre(
-    b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, floats: tuple[Any, ...], iters: int, form: str,
-    has_post: bool, norm_form: str,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Launches pre, or the head without ``has_post``; returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms)."""
-    s = dims(b, x, phi)
-    out = pre_outputs(b, s, b.dtype(x), has_post)
-    if b.is_static(s.T) and s.T == 0:
-        return out
-    x, phi, alpha, bias, gamma = contiguous(b, x, phi, alpha, bias, gamma)
-    c = pre_config(b.device_props(), s.K, s.D, s.MP, b.dtype(x) == b.bf16)
-    part, RUN = project(b, s, c, x, phi, gamma)
-    collapse(b, s, c, x, part, RUN, GROUPS, GROUP, alpha, bias, out, floats, iters, form, norm_form)
-    return out
+def plan_pre(b: Any, x: Any, params: tuple[Any, ...], o: Options, has_post: bool = True) -> tuple[Any, ...]:
+    """Launches pre, or the head without ``has_post``; returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms).
+
+    params: (phi, alpha, bias, gamma).
+    """
+    s = dims(b, x, params[0])
+    out = outputs(b, s, b.dtype(x), has_post)
+    if not nothing(b, s.T):
+        x, params = b.contiguous(x), contiguous(b, *params)
+        c = pre_config(b.device_props(), s.K, s.D, s.MP, b.dtype(x) == b.bf16)
+        part, RUN = project(b, s, c, x, params[0], params[3])
+        one = pre_few(b, x, s.T)
+        launch_collapse(
+            b, mhc_pre_collapse, s, c, c.collapse_warps, of_tokens(s, out, params, o), int(one), x=x, part=part, RUN=RUN,
+            GROUPS=GROUPS, GROUP=GROUP, FEW=one,
+        )  # fmt: skip
+    return tuple(out.values())
 
 
 def project(b: Any, s: Dims, c: PreConfig, x: Any, phi: Any, gamma: Any) -> tuple[Any, Any]:
@@ -150,30 +122,48 @@ def project(b: Any, s: Dims, c: PreConfig, x: Any, phi: Any, gamma: Any) -> tupl
     split = pre_few(b, x, s.T)
     w = phi if split else weights(b, s, phi, gamma, c.WK, terms)
     part = b.empty((parts, s.T, s.MP), b.f32)
-    b.launch(
-        mhc_pre_project,
-        (b.cdiv(s.T, c.BT), parts, 1),
-        dict(x_ptr=x, w_ptr=w, gamma_ptr=gamma if split else None, part_ptr=part, T=s.T, RUN=RUN),
-        dict(
-            K=s.K, M=s.M, MP=s.MP, KS=KS, BT=c.BT, BK=c.BK, EVEN=s.K == KS * GROUPS * GROUP, SPLIT=split,
-            HAS_GAMMA=split and gamma is not None, TERMS=terms, PREC=prec,
-        ),
-        c.num_warps, c.num_stages,
+    launch(
+        b, mhc_pre_project, (b.cdiv(s.T, c.BT), parts), c, s.values(), x=x, w=w, gamma=gamma if split else None, part=part,
+        RUN=RUN, KS=KS, EVEN=s.K == KS * GROUPS * GROUP, SPLIT=split, HAS_GAMMA=split and gamma is not None, TERMS=terms,
+        PREC=prec,
     )  # fmt: skip
     return part, RUN
 
 
-def plan_mhc_pre(
-    b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, norm_eps: float, hc_eps: float, post_mult: float,
-    post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str,
-    norm_form: str = "inside",
-) -> tuple[Any, ...]:  # fmt: skip
+def _one_read(b: Any, x: Any, params: tuple[Any, ...], o: Options) -> tuple[Any, ...] | None:
+    """Launches pre with one read of x (``gluon_one_read.py``); returns None if the other kernels must run."""
+    kernel = gluon.one_read(b, x)
+    if kernel is None:
+        return None
+    s = dims(b, x, params[0])
+    out = outputs(b, s, b.bf16)
+    if s.T == 0:
+        return tuple(out.values())
+    x, params = b.contiguous(x), contiguous(b, *params)
+    G, tiles = s.D // gluon.COLUMNS, b.cdiv(s.T, 16)
+    values = dict(
+        of_tokens(s, out, params, o), ITERS=o.iters, x=b.aligned(x), tiles=tiles, G=G, GP=16 if G <= 16 else 32,
+        # A counter per group and five sums per token, all 0 at first; the other sums.
+        words=b.zeros((gluon.COUNTERS + tiles * G * 80,), b.i32), part=b.empty((tiles * G * 320,), b.f32),
+    )  # fmt: skip
+    groups = min(tiles, b.device_props().sm_count // G)
+    try:
+        launch(b, kernel, groups * G, (gluon.WARPS, 1), values, launch_cooperative_grid=True)
+    except RuntimeError as error:
+        if "cooperative" not in str(error):
+            raise
+        gluon.refused.add(b.device)
+        warn_once(
+            "one read", f"mHC reads x twice on {b.device}, which cannot hold the kernel's programs at once: {error}"
+        )
+        return None
+    return tuple(out.values())
+
+
+def plan_mhc_pre(b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, *options: Any) -> tuple[Any, ...]:
     """Launches ``mhc_pre``; returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms)."""
-    floats = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
-    done = plan_one_read(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form, norm_form)
-    if done is not None:
-        return done
-    return plan_pre(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form, True, norm_form)
+    params, o = (phi, alpha, bias, gamma), Options(*options)
+    return _one_read(b, x, params, o) or plan_pre(b, x, params, o)
 
 
 def plan_mhc_head(
@@ -181,171 +171,139 @@ def plan_mhc_head(
     norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_head``; returns (h_in, h_pre, h_mix, inv_rms)."""
-    floats = (norm_eps, hc_eps, 0.0, 0.0, 0.0)
-    h_in, _, _, h_pre, h_mix, inv_rms = plan_pre(b, x, phi, alpha, bias, gamma, floats, 0, "softmax", False, norm_form)
-    return h_in, h_pre, h_mix, inv_rms
+    o = Options(norm_eps, hc_eps, norm_form=norm_form)
+    h_in, _, _, *rest = plan_pre(b, x, (phi, alpha, bias, gamma), o, False)
+    return h_in, *rest
 
 
-@dataclasses.dataclass(frozen=True)
-class LogitGrads:
-    """Results of the coefficients' backward that dx and the parameter gradients need (see ``backward.py``)."""
-
-    rows: Any
-    cols: Any
-    cx: Any
-    red: Any
-    programs: Any
-    TP: Any
-    terms: int
-    prec: str
+def empty_grads(b: Any, *inputs: Any) -> tuple[Any, ...]:
+    """Allocates each input's gradient, with shape [0] and the first one's dtype for an input of None."""
+    return tuple(b.empty((0,), b.dtype(inputs[0])) if v is None else b.empty(b.shape(v), b.dtype(v)) for v in inputs)
 
 
-def empty_grads(b: Any, x: Any, *inputs: Any) -> tuple[Any, ...]:
-    """Allocates each input's gradient, with shape [0] for an input of None."""
-    return tuple(b.empty((0,), b.dtype(x)) if v is None else b.empty(b.shape(v), b.dtype(v)) for v in inputs)
-
-
-def zero_grads(b: Any, x: Any, *inputs: Any) -> tuple[Any, ...]:
-    """Returns zeros for each input's gradient, with shape [0] for an input of None."""
-    return tuple(b.empty((0,), b.dtype(x)) if v is None else b.zeros(b.shape(v), b.dtype(v)) for v in inputs)
-
-
-def collapse_dots(b: Any, s: Dims, dh_in: Any, x: Any) -> Any:
+def _dots(b: Any, s: Dims, dh_in: Any, x: Any) -> Any:
     """Launches the kernel of <dh_in, x[i]> [T, n], the gradient of h_pre; returns None without ``dh_in``."""
     if dh_in is None:
         return None
     dots = b.empty((s.T, s.n), b.f32)
-    c = dots_config(s.D, s.n)
-    b.launch(
-        mhc_pre_backward_dots, (s.T, 1, 1), dict(dh_in_ptr=dh_in, x_ptr=x, dots_ptr=dots),
-        dict(D=s.D, N=s.n, BD=c.BD), c.num_warps, 1,
-    )  # fmt: skip
+    launch(b, mhc_pre_backward_dots, s.T, dots_config(s.D, s.n), s.values(), dh_in=dh_in, x=x, dots=dots)
     return dots
 
 
-def logit_grads(
-    b: Any, s: Dims, dh_pre: Any, dh_post: Any, dh_res: Any, x: Any, alpha: Any, bias: Any, h_mix: Any, inv_rms: Any,
-    post_mult: float, iters: int, sinkhorn_eps: float, form: str, has_post: bool,
-    norm_eps: float, norm_form: str,
-) -> LogitGrads:  # fmt: skip
-    """Launches the coefficients' backward, which computes dh_mix; all tensors must be contiguous."""
+def _logit_grads(
+    b: Any, s: Dims, dh_pre: Any, dh_post: Any, dh_res: Any, x: Any, alpha: Any, bias: Any, h_mix: Any, inv: Any,
+    o: Options, has_post: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Launches the coefficients' backward, which computes dh_mix; all tensors must be contiguous.
+
+    Returns the values that dx and the parameter gradients need (see ``backward.py``).
+    """
     if not s.has_res:
         dh_res = None
-    RP = pow2(s.M + b.static(b.shape(alpha)[0]))
     r = rows_config(s.n)
     programs = b.cdiv(s.T, r.BC)
     terms, prec = precision(b, x)
     # dx reads dh_mix by rows, dphi by columns, which are padded to whole tiles.
     TP = b.cdiv(s.T, 64) * 64
-    dt = b.bf16 if terms else b.f32
-    rows = b.empty((2 if terms else 1, s.T, s.MP), dt)
-    cols = b.empty(((terms or 1) * s.MP, TP), dt)
-    cx = b.empty((s.T,), b.f32)
-    red = b.empty((programs, RP), b.f32)
-    sums = b.empty((2 * iters, s.T, s.n), b.f32) if iters and dh_res is not None else None
-    b.launch(
-        mhc_pre_backward_coefficients,
-        (programs, 1, 1),
-        dict(
-            dots_ptr=dh_pre, dh_post_ptr=dh_post, dh_res_ptr=dh_res, alpha_ptr=alpha, bias_ptr=bias, h_mix_ptr=h_mix,
-            inv_ptr=inv_rms, rows_ptr=rows, cols_ptr=cols, cx_ptr=cx, sums_ptr=sums, red_ptr=red, T=s.T, TP=TP,
-            post_mult=post_mult,
-            sinkhorn_eps=sinkhorn_eps, norm_eps=norm_eps if OUTSIDE[norm_form] else None,
-        ),
-        dict(
-            K=s.K, N=s.n, NP=s.NP, M=s.M, MP=s.MP, RP=RP, BC=r.BC, HAS_DIN=dh_pre is not None, HAS_POST=has_post,
-            HAS_DPOST=dh_post is not None, HAS_RES=s.has_res, HAS_DRES=dh_res is not None,
-            ITERS=iters if s.has_res else 0, FORM=FORMS[form], TERMS=terms, OUTSIDE=OUTSIDE[norm_form],
-        ),
-        r.num_warps, 1,
+    dt, RP = b.bf16 if terms else b.f32, pow2(s.M + b.static(b.shape(alpha)[0]))
+    d: dict[str, Any] = dict(
+        rows=b.empty((2 if terms else 1, s.T, s.MP), dt), cols=b.empty(((terms or 1) * s.MP, TP), dt),
+        cx=b.empty((s.T,), b.f32), red=b.empty((programs, RP), b.f32), P=programs, TP=TP, RP=RP, TERMS=terms, PREC=prec,
     )  # fmt: skip
-    return LogitGrads(rows, cols, cx, red, programs, TP, terms, prec)
+    sums = b.empty((2 * o.iters, s.T, s.n), b.f32) if o.iters and dh_res is not None else None
+    launch(
+        b, mhc_pre_backward_coefficients, programs, r, s.values(), o.values(s.has_res), d, dots=dh_pre, dh_post=dh_post,
+        dh_res=dh_res, alpha=alpha, bias=bias, h_mix=h_mix, inv=inv, sums=sums,
+        norm_eps=o.norm_eps if OUTSIDE[o.norm_form] else None, HAS_DIN=dh_pre is not None, HAS_POST=has_post,
+        HAS_DPOST=dh_post is not None, HAS_DRES=dh_res is not None,
+    )  # fmt: skip
+    return d
 
 
-def pre_dx(
-    b: Any, s: Dims, d: LogitGrads, dh_in: Any, x: Any, phi: Any, gamma: Any, h_pre: Any, dx_acc: Any, dx: Any
+def _pre_dx(
+    b: Any, s: Dims, d: dict[str, Any], dh_in: Any, x: Any, phi: Any, gamma: Any, h_pre: Any, dx_acc: Any, dx: Any
 ) -> None:
     """Launches the kernel of pre's dx, which is written in dx's dtype."""
     tile = dx_config(b.device_props(), s.D, s.MP, b.dtype(x) == b.bf16)
-    b.launch(
-        mhc_pre_backward_dx,
-        (s.n * (-(-s.D // tile.BD)) * b.cdiv(s.T, tile.R), 1, 1),
-        dict(
-            x_ptr=x, dh_in_ptr=dh_in, h_pre_ptr=h_pre, rows_ptr=d.rows, cx_ptr=d.cx, phi_ptr=phi, gamma_ptr=gamma,
-            dx_acc_ptr=dx_acc, dx_ptr=dx, T=s.T,
-        ),
-        dict(
-            D=s.D, N=s.n, M=s.M, MP=s.MP, R=tile.R, BD=tile.BD, HAS_DIN=dh_in is not None, HAS_ACC=dx_acc is not None,
-            HAS_GAMMA=gamma is not None, TERMS=d.terms, PREC=d.prec,
-        ),
-        tile.num_warps, tile.num_stages,
+    launch(
+        b, mhc_pre_backward_dx, s.n * (-(-s.D // tile.BD)) * b.cdiv(s.T, tile.R), tile, s.values(), d, x=x, dh_in=dh_in,
+        h_pre=h_pre, phi=phi, gamma=gamma, dx_acc=dx_acc, dx=dx, HAS_DIN=dh_in is not None, HAS_ACC=dx_acc is not None,
+        HAS_GAMMA=gamma is not None,
     )  # fmt: skip
 
 
-def param_grads(b: Any, s: Dims, d: LogitGrads, x: Any, phi: Any, gamma: Any, grads: tuple[Any, ...]) -> None:
+def _param_grads(b: Any, s: Dims, d: dict[str, Any], x: Any, phi: Any, gamma: Any, grads: tuple[Any, ...]) -> None:
     """Launches the kernels of dphi, dalpha, dbias and dgamma: one reduction over tokens."""
     dphi, dalpha, dbias, dgamma = grads
-    A = b.static(b.shape(dalpha)[0])
-    chunk = dphi_config(b.device_props(), s.K, s.MP, d.terms)
+    chunk = dphi_config(b.device_props(), s.K, s.MP, d["TERMS"])
     parts = chunk.C * chunk.Z
     part = b.empty((parts, s.MP, s.K), b.f32)
-    b.launch(
-        mhc_pre_backward_dphi,
-        (-(-s.K // chunk.BK), parts, 1),
-        dict(x_ptr=x, cols_ptr=d.cols, part_ptr=part, T=s.T, TP=d.TP, STEPS=b.cdiv(b.cdiv(s.T, chunk.R), chunk.C)),
-        dict(
-            K=s.K, M=s.M, MP=s.MP, FOLD=chunk.FOLD, C=chunk.C, Z=chunk.Z, R=chunk.R, BK=chunk.BK, TERMS=d.terms,
-            PREC=d.prec,
-        ),
-        chunk.num_warps, chunk.num_stages,
-    )  # fmt: skip
+    steps = b.cdiv(b.cdiv(s.T, chunk.R), chunk.C)
+    launch(b, mhc_pre_backward_dphi, (-(-s.K // chunk.BK), parts), chunk, s.values(), d, x=x, part=part, STEPS=steps)
     f = finish_config(s.MP)
-    b.launch(
-        mhc_pre_backward_finish,
-        (-(-s.K // f.BK) + 1, 1, 1),
-        dict(
-            part_ptr=part, red_ptr=d.red, phi_ptr=phi, gamma_ptr=gamma, dphi_ptr=dphi,
-            dgamma_ptr=dgamma if gamma is not None else None, dalpha_ptr=dalpha, dbias_ptr=dbias, P=d.programs,
-        ),
-        dict(
-            K=s.K, M=s.M, MP=s.MP, A=A, RP=pow2(s.M + A), PARTS=parts, BK=f.BK, BP=f.BP, HAS_GAMMA=gamma is not None,
-        ),
-        f.num_warps, 1,
+    launch(
+        b, mhc_pre_backward_finish, -(-s.K // f.BK) + 1, f, s.values(), d, part=part, phi=phi, gamma=gamma, dphi=dphi,
+        dgamma=dgamma if gamma is not None else None, dalpha=dalpha, dbias=dbias, A=b.static(b.shape(dalpha)[0]),
+        PARTS=parts, HAS_GAMMA=gamma is not None,
     )  # fmt: skip
 
 
-def _pre_backward(
-    b: Any, dh_in: Any, dh_post: Any, dh_res: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, h_pre: Any,
-    h_mix: Any, inv_rms: Any, dx_acc: Any, post_mult: float, iters: int, sinkhorn_eps: float, form: str, has_post: bool,
-    norm_eps: float, norm_form: str,
+def backward(
+    b: Any, x: Any, params: tuple[Any, ...], h_pre: Any, h_mix: Any, inv: Any, dx_acc: Any, dh_in: Any,
+    coefficients: tuple[Any, ...], o: Options, has_post: bool = True, site: tuple[Any, ...] = (),
+    transpose_res: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    s = dims(b, x, phi)
-    params = (phi, alpha, bias, gamma)
-    if b.is_static(s.T) and s.T == 0:
-        return zero_grads(b, x, x, *params)
-    dx, *dparams = empty_grads(b, x, x, *params)
-    x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dh_in, dh_post, dh_res, dx_acc = contiguous(
-        b, x, *params, h_pre, h_mix, inv_rms, dh_in, dh_post, dh_res, dx_acc
-    )
-    d = logit_grads(
-        b, s, collapse_dots(b, s, dh_in, x), dh_post, dh_res, x, alpha, bias, h_mix, inv_rms, post_mult, iters,
-        sinkhorn_eps, form, has_post, norm_eps, norm_form,
-    )  # fmt: skip
-    pre_dx(b, s, d, dh_in, x, phi, gamma, h_pre, dx_acc, dx)
-    param_grads(b, s, d, x, phi, gamma, tuple(dparams))
-    return dx, *dparams
+    """Launches the backward of an op that computes coefficients from the streams ``x``, and what came before them.
+
+    Args:
+        b: The builder.
+        x: The streams.
+        params: (phi, alpha, bias, gamma).
+        h_pre: The weights that collapsed x to h_in.
+        h_mix: What the forward saved.
+        inv: What the forward saved.
+        dx_acc: A further gradient of x, or None.
+        dh_in: That of h_in, or None.
+        coefficients: Those of h_pre, h_post and h_res; that of h_pre follows from dh_in where it is left out.
+        o: The options.
+        has_post: Whether there are coefficients besides h_pre.
+        site: Nothing, or what post took to make x: (x, f_out, h_post, h_res), and h_pre if its weights were given, too.
+        transpose_res: As post had it.
+
+    Returns:
+        The gradients of x or of the site, and of params.
+    """
+    inputs = (*(site or (x,)), *params)
+    s = dims(b, x, params[0])
+    grads = empty_grads(b, *inputs)
+    if nothing(b, s.T):
+        return tuple(g if v is None else b.zeros(b.shape(v), b.dtype(v)) for g, v in zip(grads, inputs, strict=True))
+    x, h_pre, h_mix, inv, dx_acc, dh_in = contiguous(b, x, h_pre, h_mix, inv, dx_acc, dh_in)
+    coefficients = contiguous(b, *coefficients)
+    (phi, alpha, bias, gamma), site = contiguous(b, *params), contiguous(b, *site)
+    if len(coefficients) < 3:
+        coefficients = (_dots(b, s, dh_in, x), *coefficients)
+    d = _logit_grads(b, s, *coefficients, x, alpha, bias, h_mix, inv, o, has_post)
+    # With a site, the whole gradient of x: dx_acc is added in fp32, and the sum is rounded once.
+    g = b.empty(b.shape(x), b.dtype(x)) if site else grads[0]
+    _pre_dx(b, s, d, dh_in, x, phi, gamma, h_pre, dx_acc, g)
+    if len(site) == 4:
+        _post_grads(b, g, *site, transpose_res, grads[:4])
+    elif site:
+        dh_pre = grads[4] if dh_in is not None else b.zeros(b.shape(site[4]), b.dtype(site[4]))
+        grads = (*grads[:4], dh_pre, *grads[5:])
+        _post_grads(b, g, *site[:4], transpose_res, grads[:4], dh_in, dh_pre)
+    _param_grads(b, s, d, x, phi, gamma, grads[-4:])
+    return grads
 
 
 def plan_mhc_pre_backward(
     b: Any, dh_in: Any, dh_post: Any, dh_res: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, h_pre: Any,
-    h_post: Any, h_mix: Any, inv_rms: Any, dx_acc: Any, norm_eps: float, hc_eps: float, post_mult: float,
-    post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str, norm_form: str = "inside",
+    h_post: Any, h_mix: Any, inv_rms: Any, dx_acc: Any, *options: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_pre_backward``; returns (dx, dphi, dalpha, dbias, dgamma)."""
-    return _pre_backward(
-        b, dh_in, dh_post, dh_res, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, post_mult,
-        sinkhorn_iters, sinkhorn_eps, sinkhorn_form, True, norm_eps, norm_form,
-    )  # fmt: skip
+    params = (phi, alpha, bias, gamma)
+    return backward(b, x, params, h_pre, h_mix, inv_rms, dx_acc, dh_in, (dh_post, dh_res), Options(*options))
 
 
 def plan_mhc_head_backward(
@@ -353,44 +311,32 @@ def plan_mhc_head_backward(
     dx_acc: Any, norm_eps: float, hc_eps: float, norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_head_backward``; returns (dx, dphi, dalpha, dbias, dgamma)."""
-    return _pre_backward(
-        b, dh_in, None, None, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, 0.0, 0, 0.0, "softmax", False,
-        norm_eps, norm_form,
-    )  # fmt: skip
+    params, o = (phi, alpha, bias, gamma), Options(norm_eps, hc_eps, norm_form=norm_form)
+    return backward(b, x, params, h_pre, h_mix, inv_rms, dx_acc, dh_in, (None, None), o, False)
 
 
 def plan_mhc_sinkhorn(b: Any, h_res: Any, iters: int, eps: float, form: str) -> Any:
     """Launches ``mhc_sinkhorn``; returns the matrix."""
-    *lead, n, _ = b.shape(h_res)
-    n = b.static(n)
-    T = numel(lead)
-    h_res = b.contiguous(h_res)
-    out = b.empty(b.shape(h_res), b.dtype(h_res))
-    if b.is_static(T) and T == 0:
-        return out
-    r = rows_config(n)
-    b.launch(
-        mhc_sinkhorn, (b.cdiv(T, r.BC), 1, 1), dict(logits_ptr=h_res, out_ptr=out, T=T, eps=eps),
-        dict(N=n, NP=pow2(n), BC=r.BC, ITERS=iters, FORM=FORMS[form]), r.num_warps, 1,
-    )  # fmt: skip
-    return out
+    return _sinkhorn(b, mhc_sinkhorn, h_res, iters, eps, form)
 
 
 def plan_mhc_sinkhorn_backward(b: Any, grad: Any, h_res: Any, iters: int, eps: float, form: str) -> Any:
     """Launches ``mhc_sinkhorn_backward``; returns the gradient of h_res."""
+    return _sinkhorn(b, mhc_sinkhorn_backward, h_res, iters, eps, form, grad)
+
+
+def _sinkhorn(b: Any, kernel: Any, h_res: Any, iters: int, eps: float, form: str, grad: Any = None) -> Any:
     *lead, n, _ = b.shape(h_res)
-    n = b.static(n)
-    T = numel(lead)
-    grad, h_res = b.contiguous(grad), b.contiguous(h_res)
+    n, T = b.static(n), numel(lead)
+    grad, h_res = contiguous(b, grad, h_res)
     out = b.empty(b.shape(h_res), b.dtype(h_res))
-    if b.is_static(T) and T == 0:
+    if nothing(b, T):
         return out
     r = rows_config(n)
-    sums = b.empty((2 * iters, T, n), b.f32)
-    b.launch(
-        mhc_sinkhorn_backward, (b.cdiv(T, r.BC), 1, 1),
-        dict(grad_ptr=grad, logits_ptr=h_res, out_ptr=out, sums_ptr=sums, T=T, eps=eps),
-        dict(N=n, NP=pow2(n), BC=r.BC, ITERS=iters, FORM=FORMS[form]), r.num_warps, 1,
+    sums = None if grad is None else b.empty((2 * iters, T, n), b.f32)
+    launch(
+        b, kernel, b.cdiv(T, r.BC), r, grad=grad, logits=h_res, out=out, sums=sums, T=T, eps=eps, N=n, NP=pow2(n),
+        ITERS=iters, FORM=FORMS[form],
     )  # fmt: skip
     return out
 
@@ -402,24 +348,16 @@ def plan_mhc_post(b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose
 
 def post(b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, h_pre: Any, transpose_res: bool) -> tuple[Any, Any]:
     """Launches post; returns the new streams and, with weights ``h_pre``, what these collapse them to, else None."""
-    *lead, n, D = b.shape(x)
-    n, D = b.static(n), b.static(D)
-    T = numel(lead)
+    s = dims(b, x)
     out = b.empty(b.shape(x), b.dtype(x))
-    h_in = None if h_pre is None else b.empty((*lead, D), b.dtype(x))
-    if b.is_static(T) and T == 0:
+    h_in = None if h_pre is None else b.empty((*s.lead, s.D), b.dtype(x))
+    if nothing(b, s.T):
         return out, h_in
     x, f_out, h_post, h_res, h_pre = contiguous(b, x, f_out, h_post, h_res, h_pre)
-    c = post_config(D, n)
-    b.launch(
-        mhc_post, (T * (-(-D // c.BD)), 1, 1),
-        dict(
-            x_ptr=x, f_ptr=f_out, h_post_ptr=h_post, h_res_ptr=h_res, out_ptr=out, h_pre_ptr=h_pre, h_in_ptr=h_in,
-        ),
-        dict(
-            D=D, N=n, BD=c.BD, HAS_RES=h_res is not None, TRANSPOSE=transpose_res, COLLAPSE=h_pre is not None,
-        ),
-        c.num_warps, 1,
+    c = post_config(s.D, s.n)
+    launch(
+        b, mhc_post, s.T * (-(-s.D // c.BD)), c, s.values(), x=x, f=f_out, h_post=h_post, h_res=h_res, out=out,
+        h_pre=h_pre, h_in=h_in, HAS_RES=h_res is not None, TRANSPOSE=transpose_res, COLLAPSE=h_pre is not None,
     )  # fmt: skip
     return out, h_in
 
@@ -428,17 +366,13 @@ def plan_mhc_post_backward(
     b: Any, g: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool
 ) -> tuple[Any, ...]:
     """Launches ``mhc_post_backward``; returns (dx, df, dh_post, dh_res)."""
-    *lead, _, _ = b.shape(x)
-    T = numel(lead)
-    grads = empty_grads(b, x, x, f_out, h_post, h_res)
-    if b.is_static(T) and T == 0:
-        return grads
-    g, x, f_out, h_post, h_res = contiguous(b, g, x, f_out, h_post, h_res)
-    post_grads(b, g, x, f_out, h_post, h_res, transpose_res, grads)
+    grads = empty_grads(b, x, f_out, h_post, h_res)
+    if not nothing(b, dims(b, x).T):
+        _post_grads(b, *contiguous(b, g, x, f_out, h_post, h_res), transpose_res, grads)
     return grads
 
 
-def post_grads(
+def _post_grads(
     b: Any, g: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool, grads: tuple[Any, ...],
     dh_in: Any = None, dh_pre: Any = None,
 ) -> None:  # fmt: skip
@@ -447,18 +381,11 @@ def post_grads(
     With ``dh_in``, the gradient of the collapsed streams, also writes that of the collapse's weights to ``dh_pre``.
     """
     dx, df, dh_post, dh_res = grads
-    *lead, n, D = b.shape(x)
-    n, D = b.static(n), b.static(D)
+    s = dims(b, x)
     itemsize = max(b.dtype(v).itemsize for v in (x, f_out, g))
-    c = post_backward_config(b.device_props(), D, n, itemsize, dh_in is not None)
-    b.launch(
-        mhc_post_backward, (numel(lead), 1, 1),
-        dict(
-            g_ptr=g, x_ptr=x, f_ptr=f_out, h_post_ptr=h_post, h_res_ptr=h_res, dh_in_ptr=dh_in, dx_ptr=dx, df_ptr=df,
-            dh_post_ptr=dh_post, dh_res_ptr=dh_res if h_res is not None else None, dh_pre_ptr=dh_pre,
-        ),
-        dict(
-            D=D, N=n, BD=c.BD, HAS_RES=h_res is not None, TRANSPOSE=transpose_res, COLLAPSE=dh_in is not None,
-        ),
-        c.num_warps, 1,
+    launch(
+        b, mhc_post_backward, s.T, post_backward_config(b.device_props(), s.D, s.n, itemsize, dh_in is not None),
+        s.values(), g=g, x=x, f=f_out, h_post=h_post, h_res=h_res, dh_in=dh_in, dx=dx, df=df, dh_post=dh_post,
+        dh_res=dh_res if h_res is not None else None, dh_pre=dh_pre, HAS_RES=h_res is not None, TRANSPOSE=transpose_res,
+        COLLAPSE=dh_in is not None,
     )  # fmt: skip

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and outputs of one call, as all launch plans of the mHC ops need them."""
+"""Sizes, options and outputs of one call, as all launch plans of the mHC ops need them."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from .config import pow2
 
@@ -25,6 +25,29 @@ def contiguous(b: Any, *tensors: Any) -> tuple[Any, ...]:
     return tuple(None if t is None else b.contiguous(t) for t in tensors)
 
 
+def nothing(b: Any, T: Any) -> bool:
+    """Returns whether there are known to be no tokens."""
+    return bool(b.is_static(T) and T == 0)
+
+
+class Options(NamedTuple):
+    """The options of an op, in its order; those of a head by name."""
+
+    norm_eps: float
+    hc_eps: float
+    post_mult: float = 0.0
+    post_eps: float = 0.0
+    iters: int = 0
+    sinkhorn_eps: float = 0.0
+    form: str = "softmax"
+    norm_form: str = "inside"
+
+    def values(self, has_res: bool) -> dict[str, Any]:
+        """Returns the kernels' values for them."""
+        iters = self.iters if has_res else 0
+        return dict(self._asdict(), ITERS=iters, FORM=FORMS[self.form], OUTSIDE=OUTSIDE[self.norm_form])
+
+
 @dataclasses.dataclass(frozen=True)
 class Dims:
     """Sizes of one call: n streams of width D, M rows of phi, T tokens, which may be symbolic."""
@@ -41,11 +64,6 @@ class Dims:
         return self.n * self.D
 
     @property
-    def NP(self) -> int:
-        """The number of streams, padded to a power of two."""
-        return pow2(self.n)
-
-    @property
     def MP(self) -> int:
         """Rows of phi plus one for the sum of squares, padded for the tensor cores."""
         return max(16, pow2(self.M + 1))
@@ -55,21 +73,34 @@ class Dims:
         """Whether phi has rows for the residual coefficients."""
         return 2 * self.n < self.M
 
+    def values(self) -> dict[str, Any]:
+        """Returns the kernels' values for them."""
+        return dict(D=self.D, N=self.n, NP=pow2(self.n), K=self.K, M=self.M, MP=self.MP, T=self.T, HAS_RES=self.has_res)
 
-def dims(b: Any, x: Any, phi: Any) -> Dims:
-    """Returns the sizes of a call from x and phi."""
+
+def dims(b: Any, x: Any, phi: Any = None) -> Dims:
+    """Returns the sizes of a call from x and phi; M is 0 without phi."""
     *lead, n, D = b.shape(x)
-    return Dims(tuple(lead), b.static(n), b.static(D), b.static(b.shape(phi)[0]), numel(lead))
+    return Dims(tuple(lead), b.static(n), b.static(D), 0 if phi is None else b.static(b.shape(phi)[0]), numel(lead))
 
 
-def pre_outputs(b: Any, s: Dims, dtype: Any, has_post: bool) -> tuple[Any, ...]:
-    """Allocates h_in, h_post, h_res, h_pre, h_mix and inv_rms; h_post and h_res are None without ``has_post``."""
+def outputs(b: Any, s: Dims, dtype: Any, has_post: bool = True) -> dict[str, Any]:
+    """Allocates h_in (None without its dtype), h_post, h_res (None without ``has_post``), h_pre, h_mix and inv_rms."""
     res = (s.n, s.n) if s.has_res else (0, 0)
-    return (
-        b.empty((*s.lead, s.D), dtype),
-        b.empty((*s.lead, s.n), b.f32) if has_post else None,
-        b.empty((*s.lead, *res), b.f32) if has_post else None,
-        b.empty((*s.lead, s.n), b.f32),
-        b.empty((*s.lead, s.M), b.f32),
-        b.empty(s.lead, b.f32),
+    return dict(
+        h_in=None if dtype is None else b.empty((*s.lead, s.D), dtype),
+        h_post=b.empty((*s.lead, s.n), b.f32) if has_post else None,
+        h_res=b.empty((*s.lead, *res), b.f32) if has_post else None,
+        h_pre=b.empty((*s.lead, s.n), b.f32),
+        h_mix=b.empty((*s.lead, s.M), b.f32),
+        inv=b.empty(s.lead, b.f32),
     )
+
+
+def of_tokens(s: Dims, out: dict[str, Any], params: tuple[Any, ...], o: Options) -> dict[str, Any]:
+    """Returns the values of kernels that compute ``out`` with params (phi, alpha, bias, gamma)."""
+    names = ("phi", "alpha", "bias", "gamma")
+    return dict(
+        s.values(), **o.values(s.has_res), **dict(out, h_res=out["h_res"] if s.has_res else None),
+        **dict(zip(names, params, strict=True)), HAS_POST=out["h_post"] is not None, HAS_GAMMA=params[3] is not None,
+    )  # fmt: skip
