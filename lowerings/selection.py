@@ -24,7 +24,7 @@ MOST_CHUNKS = 4
 
 
 def _runs_gluon(name: str, args: tuple[Any, ...]) -> bool:
-    from mhc_inductor.kernels.selection.lists_gluon import list_kernels
+    from mhc_inductor.kernels.selection.lists_config import list_kernels
 
     builder = OpBuilder(args[0].get_device())
     q, k, v = (t if t is None else builder.strided(t) for t in args[:3])

@@ -12,7 +12,7 @@ from conftest import GPU, some
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps
-from mhc_inductor.kernels.selection import gather_plan, segments_plan
+from mhc_inductor.kernels.selection import gather_plan, pieces_plan
 from tests.oracles import selection as h
 from tests.oracles.poisoned import Poisoned
 
@@ -34,7 +34,7 @@ def builder(device):
 
 
 def ids_of(builder, inputs):
-    return segments_plan.plan_segments(builder, *(inputs.get(k) for k in h.SEGMENTS))
+    return pieces_plan.plan_segments(builder, *(inputs.get(k) for k in h.SEGMENTS))
 
 
 def forward(builder, inputs, NS=None, scale=None, config=None):

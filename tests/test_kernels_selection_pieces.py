@@ -10,8 +10,7 @@ from conftest import GPU, some
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps
-from mhc_inductor.kernels.selection.pieces_plan import plan_pieces
-from mhc_inductor.kernels.selection.segments_plan import plan_segments
+from mhc_inductor.kernels.selection.pieces_plan import plan_pieces, plan_segments
 from tests.oracles import selection as h
 from tests.oracles.poisoned import Poisoned
 

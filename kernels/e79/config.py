@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..operands import power_of_two
 from ..tuned import tunable
 
 
@@ -25,7 +26,7 @@ class ScanConfig:
     @property
     def R(self) -> int:
         """Rows: n padded to a power of two."""
-        return max(16, 1 << (self.n - 1).bit_length())
+        return max(16, power_of_two(self.n))
 
     @property
     def CI(self) -> int:
@@ -73,7 +74,7 @@ class GluonConfig:
     @property
     def R(self) -> int:
         """Rows: n padded to a power of two."""
-        return max(16, 1 << (self.n - 1).bit_length())
+        return max(16, power_of_two(self.n))
 
     @property
     def LC(self) -> int:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dtypes import without_kernel
+from .. import gluon
+from ..launch import launch
+from ..operands import above, without_kernel
 from .backward import e79_backward
 from .config import (
     BIAS_ROWS,
@@ -25,7 +27,6 @@ from .config import (
 )
 from .finish import e79_bias_sum, e79_finish
 from .forward import e79_forward
-from .gluon import kernels as gluon_kernels
 
 MAX_N = 128
 
@@ -33,19 +34,21 @@ MAX_N = 128
 def unsupported(b: Any, *tensors: Any) -> str | None:
     """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
     reason = without_kernel(b, *tensors)
-    if reason is not None:
-        return reason
     # The last dimension of kvqm, 4n, is the longest of all three-dimensional tensors.
     n = max((b.static(b.shape(t)[-1]) for t in tensors if len(b.shape(t)) == 3), default=4) // 4
-    if n > MAX_N:
-        return f"n = {n} is above {MAX_N}"
-    return None
+    return reason or above(n, MAX_N, "n = {} is")
+
+
+def _gluon_kernels(b: Any, shared: int) -> Any:
+    """Returns (forward, backward), or None if plain Triton must run. ``shared``: bytes of shared memory needed."""
+    names = ("e79.gluon_forward:e79_forward_gluon", "e79.gluon_backward:e79_backward_gluon")
+    return gluon.kernels(b, shared, "E79", *names)
 
 
 def runs_gluon(b: Any, n: int, name: str) -> bool:
     """Returns whether op ``name`` runs its Gluon kernel with this builder."""
     shared = gluon_backward_config(n).backward_shared if name == "e79_scan_backward" else 0
-    return gluon_kernels(b, shared) is not None
+    return _gluon_kernels(b, shared) is not None
 
 
 def _bias_kind(b: Any, bias: Any) -> int:
@@ -72,19 +75,18 @@ def plan_e79_scan(b: Any, kvqm: Any, b_s: Any, b_m: Any, S0: Any, M0: Any, segme
     gates = b.empty((T, B, 7, n) if save else (0,), b.f32)
     kvqm = b.contiguous(kvqm)
     bs, bm, s0, m0 = _given(b, kvqm, b_s, b_m, S0, M0)
-    args = dict(
-        kvqm_ptr=kvqm, bs_ptr=bs, bm_ptr=bm, s0_ptr=s0, m0_ptr=m0, out_ptr=out, s_ptr=S, m_ptr=M,
-        ckpt_ptr=checkpoints if save else S, gates_ptr=gates if save else S, T=T, B=B, SEG=segment,
-        has_s=int(S0 is not None), has_m=int(M0 is not None),
+    values = dict(
+        kvqm=kvqm, bs=bs, bm=bm, s0=s0, m0=m0, out=out, s=S, m=M, ckpt=checkpoints if save else S, gates=gates if save else S,
+        T=T, B=B, SEG=segment, has_s=int(S0 is not None), has_m=int(M0 is not None), N=n, BS=_bias_kind(b, b_s),
+        BM=_bias_kind(b, b_m), SAVE=save,
     )  # fmt: skip
-    modes = dict(BS=_bias_kind(b, b_s), BM=_bias_kind(b, b_m), SAVE=save)
-    gluon = gluon_kernels(b, 0)
-    if gluon:
+    kernels = _gluon_kernels(b, 0)
+    if kernels:
         h = gluon_forward_config(n)
-        b.launch(gluon[0], (B, 1, 1), args, dict(N=n, R=h.R, LC=h.LC, NW=h.NW, **modes), h.NW, 1)
+        launch(b, kernels[0], B, (h.NW, 1), values, R=h.R, LC=h.LC, NW=h.NW)
     else:
         c = forward_config(n)
-        b.launch(e79_forward, (B, 1, 1), args, dict(N=n, R=c.R, CI=c.CI, C=c.C, PF=c.AHEAD, **modes), c.num_warps, 1)
+        launch(b, e79_forward, B, (c.num_warps, 1), values, R=c.R, CI=c.CI, C=c.C, PF=c.AHEAD)
     return out, S, M, checkpoints, gates
 
 
@@ -110,30 +112,23 @@ def plan_e79_scan_backward(
     unasked = None if S0 is not None and M0 is not None else b.empty((B, n, n), b.f32)
     kvqm, checkpoints, gates = (b.contiguous(t) for t in (kvqm, checkpoints, gates))
     do, ds, dm = _given(b, kvqm, dout, dS, dM)
-    args = dict(
-        dout_ptr=do, ds_ptr=ds, dm_ptr=dm, kvqm_ptr=kvqm, gates_ptr=gates, ckpt_ptr=checkpoints, scratch_ptr=scratch,
-        parts_ptr=parts, dbs_ptr=sums[0], dbm_ptr=sums[1], ds0_ptr=unasked if S0 is None else dS0,
-        dm0_ptr=unasked if M0 is None else dM0, T=T, B=B, SEG=segment, has_ds=int(dS is not None),
-        has_dm=int(dM is not None),
+    values = dict(
+        dout=do, ds=ds, dm=dm, kvqm=kvqm, gates=gates, ckpt=checkpoints, scratch=scratch, parts=parts, T=T, B=B, SEG=segment,
+        ds0=unasked if S0 is None else dS0, dm0=unasked if M0 is None else dM0, has_ds=int(dS is not None),
+        has_dm=int(dM is not None), N=n, BS=kinds[0], BM=kinds[1],
     )  # fmt: skip
-    modes = dict(BS=kinds[0], BM=kinds[1], DOUT=dout is not None)
-    gluon = gluon_kernels(b, h.backward_shared)
-    if gluon:
-        b.launch(gluon[1], (B, 1, 1), args, dict(N=n, R=h.R, LC=h.LC, C=h.C, MS=h.MS, NW=h.NW, **modes), h.NW, 1)
+    more = dict(dbs=sums[0], dbm=sums[1], DOUT=dout is not None)
+    kernels = _gluon_kernels(b, h.backward_shared)
+    if kernels:
+        launch(b, kernels[1], B, (h.NW, 1), values, vars(h), more, R=h.R, LC=h.LC)
     else:
         c = backward_config(n)
-        b.launch(e79_backward, (B, 1, 1), args, dict(N=n, R=c.R, CI=c.CI, C=c.C, KEEP=c.AHEAD, **modes), c.num_warps, 1)
-    b.launch(
-        e79_finish,
-        (b.cdiv(T * B, FINISH_ROWS), 1, 1),
-        dict(kvqm_ptr=kvqm, parts_ptr=parts, dkvqm_ptr=dkvqm, dbs_ptr=db_s if kinds[0] == 2 else parts,
-             dbm_ptr=db_m if kinds[1] == 2 else parts, rows=T * B),
-        dict(N=n, NP=h.R, BR=FINISH_ROWS, BS=kinds[0], BM=kinds[1]),
-        4, 1,
+        launch(b, e79_backward, B, (c.num_warps, 1), values, more, R=c.R, CI=c.CI, C=c.C, KEEP=c.AHEAD)
+    launch(
+        b, e79_finish, b.cdiv(T * B, FINISH_ROWS), (4, 1), values, dkvqm=dkvqm, dbs=db_s if kinds[0] == 2 else parts,
+        dbm=db_m if kinds[1] == 2 else parts, rows=T * B, NP=h.R, BR=FINISH_ROWS,
     )  # fmt: skip
     for kind, part, db in zip(kinds, sums, (db_s, db_m), strict=True):
         if kind == 1:
-            b.launch(
-                e79_bias_sum, (1, 1, 1), dict(part_ptr=part, out_ptr=db, B=B), dict(N=n, NP=h.R, BR=BIAS_ROWS), 4, 1
-            )
+            launch(b, e79_bias_sum, 1, (4, 1), part=part, out=db, B=B, N=n, NP=h.R, BR=BIAS_ROWS)
     return grads

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dtypes import without_kernel
-from ..selection.tile_lists_plan import alignment, dot_precision
+from ..launch import launch
+from ..operands import alignment, dot_precision, without_kernel
 from . import config, plan
 from .backward import index_dk, index_dk_sum, index_dq
 
@@ -37,27 +37,16 @@ def plan_index_scores_backward(
     q, k, w, dscores = b.strided(q), b.strided(k), b.laid_out(w), b.contiguous(dscores)
     hidden = plan.hidden_keys(b, mask, seg_q, seg_k)
     limit = None if limit is None else b.contiguous(limit)
-    args = dict(plan.inputs(b, q, k, w, scale, limit), g_ptr=dscores, **hidden)
     c = config.backward_config(D, b.dtype(q).itemsize, b.device_props().backend)
-    constexprs = dict(H=H, D=D, DP=config.padded(D), BS=c.BS, BT=c.BT, ALIGN=alignment(b, q, k),
-                      PREC=gradient_precision(b, b.dtype(q)), LIMIT=limit is not None, **plan.flags(hidden))  # fmt: skip
     NS, NT = b.cdiv(S, c.BS), b.cdiv(T, c.BT)
-    b.launch(
-        index_dq,
-        (B * NS * H, 1, 1),
-        dict(args, dq_ptr=dq, dw_ptr=dw, NS=NS),
-        constexprs, c.num_warps, c.num_stages,
-    )  # fmt: skip
     P = b.max(1, b.min(PARTS, b.cdiv(NS, PART_TILES)))
     parts = b.empty((P, B, T, D), b.f32)
-    b.launch(
-        index_dk,
-        (B * NT, P, 1),
-        dict(args, dk_ptr=parts, NT=NT, tiles=b.cdiv(NS, P)),
-        constexprs, c.num_warps, c.num_stages,
+    values = dict(
+        plan.inputs(b, q, k, w, scale, limit), **hidden, g=dscores, NS=NS, NT=NT, H=H, D=D, DP=config.padded(D),
+        ALIGN=alignment(b, q, k), PREC=gradient_precision(b, b.dtype(q)), LIMIT=limit is not None,
     )  # fmt: skip
+    launch(b, index_dq, B * NS * H, c, values, dq=dq, dw=dw)
+    launch(b, index_dk, (B * NT, P), c, values, dk=parts, tiles=b.cdiv(NS, P))
     N = B * T * D
-    b.launch(
-        index_dk_sum, (b.cdiv(N, BLOCK), 1, 1), dict(parts_ptr=parts, dk_ptr=dk, P=P, N=N), dict(BLOCK=BLOCK), 4, 1
-    )
+    launch(b, index_dk_sum, b.cdiv(N, BLOCK), (4, 1), parts=parts, dk=dk, P=P, N=N, BLOCK=BLOCK)
     return dq, dk, dw

@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 
 from ..launch import shared_limit
+from ..operands import power_of_two
 from ..selection.config import padded as padded
 from ..selection.lists_config import RowsConfig
-from ..selection.pieces_plan import power_of_two
 from ..tuned import tunable
 
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from mhc_inductor.reference.index import chunks
 
-from ..dtypes import without_kernel
-from ..selection.pieces_plan import power_of_two
-from ..selection.tile_lists_plan import alignment, dot_precision
+from ..launch import launch
+from ..operands import above, alignment, contiguous, dot_precision, power_of_two, strides, without_kernel
 from . import config
 from .scores import index_hide, index_row_scores, index_tile_scores
 from .topk import index_select
@@ -29,14 +28,8 @@ PAD = 256  # rows of the workspace are multiples of so many numbers: whole tiles
 
 def unsupported(b: Any, q: Any, k: Any, w: Any, *_: Any) -> str | None:
     """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
-    if reason := without_kernel(b, q, k, w):
-        return reason
     H, D = (b.static(x) for x in b.shape(q)[2:])
-    if D > MAX_D:
-        return f"D = {D} is above {MAX_D}"
-    if H > MAX_HEADS:
-        return f"H = {H} heads are above {MAX_HEADS}"
-    return None
+    return without_kernel(b, q, k, w) or above(D, MAX_D, "D = {} is") or above(H, MAX_HEADS, "H = {} heads are")
 
 
 def unsupported_sizes(b: Any, q: Any, k: Any, w: Any, *rest: Any) -> str | None:
@@ -44,9 +37,7 @@ def unsupported_sizes(b: Any, q: Any, k: Any, w: Any, *rest: Any) -> str | None:
 
     The arguments are those of ``index_scores``, or of a choice of keys, whose fourth is topk.
     """
-    if len(rest) == 6 and b.is_static(rest[0]) and rest[0] > MAX_TOPK:
-        return f"topk = {rest[0]} is above {MAX_TOPK}"
-    return None
+    return above(rest[0], MAX_TOPK, "topk = {} is") if len(rest) == 6 and b.is_static(rest[0]) else None
 
 
 def few(b: Any, S: Any) -> bool:
@@ -61,26 +52,15 @@ def padded_row(T: int) -> int:
 
 def inputs(b: Any, q: Any, k: Any, w: Any, scale: float, limit: Any) -> dict[str, Any]:
     """Returns the arguments that the kernels of scores and of gradients share: inputs, sizes and strides."""
-    S, T = b.shape(q)[1], b.shape(k)[1]
-    sqb, sqs, sqh = b.strides(q)[:3]
-    skb, skt = b.strides(k)[:2]
-    swb, sws, swh = b.strides(w)
-    return dict(
-        q_ptr=q, k_ptr=k, w_ptr=w, limit_ptr=limit, scale=float(scale), S=S, T=T, sqb=sqb, sqs=sqs, sqh=sqh, skb=skb,
-        skt=skt, swb=swb, sws=sws, swh=swh,
-    )  # fmt: skip
+    named = zip((q, k, w), ("sqb sqs sqh", "skb skt", "swb sws swh"), strict=True)
+    x: dict[str, Any] = dict(q=q, k=k, w=w, limit=limit, scale=float(scale), S=b.shape(q)[1], T=b.shape(k)[1])
+    for t, names in named:
+        x.update(strides(b, t, names))
+    return x
 
 
 def _plan_scores(
-    b: Any,
-    out: Any,
-    q: Any,
-    k: Any,
-    w: Any,
-    scale: float,
-    limit: Any,
-    hidden: dict[str, Any],
-    where: tuple[Any, ...],
+    b: Any, out: Any, q: Any, k: Any, w: Any, scale: float, limit: Any, hidden: dict[str, Any], where: tuple[Any, ...]
 ) -> None:
     """Launches the scores of the queries ``where`` = (sequences, first sequence, queries, first query) into ``out``.
 
@@ -91,36 +71,31 @@ def _plan_scores(
     H, D = b.static(H), b.static(D)
     parts, b0, rows, first = where
     props, itemsize = b.device_props(), b.dtype(q).itemsize
-    args = dict(inputs(b, q, k, w, scale, limit), out_ptr=out, b0=b0, first=first, rows=rows, stored=stored, so=so)
-    constexprs = dict(H=H, D=D, DP=config.padded(D), ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q)),
-                      SORTABLE=b.dtype(out) == b.i32, LIMIT=limit is not None)  # fmt: skip
+    sortable, PREC = b.dtype(out) == b.i32, dot_precision(b, b.dtype(q))
+    values = dict(
+        inputs(b, q, k, w, scale, limit), **hidden, out=out, b0=b0, first=first, rows=rows, stored=stored, so=so, H=H, D=D,
+        DP=config.padded(D), ALIGN=alignment(b, q, k), PREC=PREC, SORTABLE=sortable, LIMIT=limit is not None,
+    )  # fmt: skip
     if few(b, S):
         c = config.row_config(itemsize)
-        NT = b.cdiv(T, c.BT)
-        constexprs |= dict(HP=max(16, power_of_two(H)), DC=min(16 if itemsize == 4 else 64, config.padded(D)), BT=c.BT)
-        if itemsize == 4:
-            constexprs["PREC"] = "ieee" if b.precision == "highest" else constexprs["PREC"]
-        b.launch(index_row_scores, (parts * rows * NT, 1, 1), dict(args, NT=NT), constexprs, c.num_warps, c.num_stages)
+        NT, DC = b.cdiv(T, c.BT), min(16 if itemsize == 4 else 64, config.padded(D))
+        if itemsize == 4 and b.precision == "highest":
+            PREC = "ieee"
+        HP = max(16, power_of_two(H))
+        launch(b, index_row_scores, parts * rows * NT, c, values, NT=NT, HP=HP, DC=DC, PREC=PREC)
         return
     c = config.score_config(D, itemsize, props.backend, props.arch)
-    assert not constexprs["SORTABLE"] or stored % c.BS == 0, "tiles are written whole"
+    assert not sortable or stored % c.BS == 0, "tiles are written whole"
     NS, NT = b.cdiv(rows, c.BS), b.cdiv(T, c.BT)
-    constexprs |= dict(BS=c.BS, BT=c.BT, **flags(hidden))
-    args |= dict(**hidden, NS=NS, NT=NT)
-    b.launch(index_tile_scores, (parts * NS * NT, 1, 1), args, constexprs, c.num_warps, c.num_stages)
+    launch(b, index_tile_scores, parts * NS * NT, c, values, NS=NS, NT=NT)
 
 
 def hidden_keys(b: Any, mask: Any, seg_q: Any, seg_k: Any) -> dict[str, Any]:
-    """Returns the kernels' arguments that say which keys mask and segment ids hide. The mask keeps its strides."""
+    """Returns the kernels' values that say which keys mask and segment ids hide. The mask keeps its strides."""
     mask = None if mask is None else b.laid_out(mask)
-    smb, sms, smt = (0, 0, 0) if mask is None else b.strides(mask)
-    seg_q, seg_k = (None if t is None else b.contiguous(t) for t in (seg_q, seg_k))
-    return dict(mask_ptr=mask, seg_q_ptr=seg_q, seg_k_ptr=seg_k, smb=smb, sms=sms, smt=smt)
-
-
-def flags(hidden: dict[str, Any]) -> dict[str, bool]:
-    """Returns the kernels' flags for the arguments of :func:`hidden_keys`."""
-    return dict(MASK=hidden["mask_ptr"] is not None, SEG=hidden["seg_q_ptr"] is not None)
+    seg_q, seg_k = contiguous(b, seg_q, seg_k)
+    named = dict(smb=0, sms=0, smt=0) if mask is None else strides(b, mask, "smb sms smt")
+    return dict(named, mask=mask, seg_q=seg_q, seg_k=seg_k, MASK=mask is not None, SEG=seg_q is not None)
 
 
 def plan_index_scores(
@@ -132,9 +107,8 @@ def plan_index_scores(
     hidden = hidden_keys(b, mask, seg_q, seg_k)
     limit = None if limit is None else b.contiguous(limit)
     _plan_scores(b, out, b.strided(q), b.strided(k), b.laid_out(w), scale, limit, hidden, (B, 0, S, 0))
-    if any(flags(hidden).values()):
-        args = dict(out_ptr=out, S=S, T=T, **hidden)
-        b.launch(index_hide, (B * S, 1, 1), args, dict(**flags(hidden), BLOCK=HIDE), 4, 1)
+    if hidden["MASK"] or hidden["SEG"]:
+        launch(b, index_hide, B * S, (4, 1), hidden, out=out, S=S, T=T, BLOCK=HIDE)
     return out
 
 
@@ -181,11 +155,9 @@ def _plan_choice(
             places = b.empty((count, rows, listed), b.i32) if T > c.BLOCK else None
         _, stored, so = b.shape(keys)
         _plan_scores(b, keys, q, k, w, scale, limit, hidden, (count, at.start, rows, queries.start))
-        b.launch(
-            index_select,
-            (count * rows, 1, 1),
-            dict(keys_ptr=keys, limit_ptr=limit, places_ptr=places, out_ptr=out, scores_ptr=scores, S=S, T=T, b0=at.start,
-                 first=queries.start, rows=rows, stored=stored, so=so, topk=topk, listed=listed, **hidden),
-            dict(LIMIT=limit is not None, **flags(hidden), BLOCK=c.BLOCK, STEP=c.STEP), c.num_warps, 1,
+        launch(
+            b, index_select, count * rows, (c.num_warps, 1), hidden, keys=keys, limit=limit, places=places, out=out,
+            scores=scores, S=S, T=T, b0=at.start, first=queries.start, rows=rows, stored=stored, so=so, topk=topk,
+            listed=listed, LIMIT=limit is not None, BLOCK=c.BLOCK, STEP=c.STEP,
         )  # fmt: skip
     return out

@@ -9,13 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..operands import power_of_two
 from ..tuned import tunable
-
-
-def pow2(v: int) -> int:
-    """Returns v rounded up to a power of two."""
-    return 1 << (v - 1).bit_length()
-
 
 # The projection's K is summed as GROUPS groups of GROUP sections, always in this order. Up to SMALL_T tokens, each
 # section is a program of its own.
@@ -128,7 +123,7 @@ def pre_config(props: Any, K: int, D: int, MP: int, bf16: bool) -> PreConfig:
     if _small(props):
         BT, stages = 64, 2
     wide = K > 4 * D
-    return PreConfig(BT, BK, 8, min(256 if wide else 512, max(32, pow2(D))), 1024, warps, stages, 1)
+    return PreConfig(BT, BK, 8, min(256 if wide else 512, max(32, power_of_two(D))), 1024, warps, stages, 1)
 
 
 def rows_config(n: int) -> RowsConfig:
@@ -144,7 +139,7 @@ def coefficients_config(n: int) -> RowsConfig:
 @tunable("mhc.post", BD=(128, 256, 512, 1024, 2048), num_warps=(1, 2, 4, 8))
 def post_config(D: int, n: int) -> TileConfig:
     """Returns the configuration of post."""
-    return TileConfig(min(512, max(128, pow2(D))), 4)
+    return TileConfig(min(512, max(128, power_of_two(D))), 4)
 
 
 def post_backward_config(props: Any, D: int, n: int, itemsize: int, collapse: bool) -> TileConfig:
@@ -161,7 +156,7 @@ def dots_config(D: int, n: int) -> TileConfig:
     """Returns the configuration of the dot products <dh_in, x>."""
     if n <= 4 and D % 2048 == 0:
         return TileConfig(2048, 8)
-    return TileConfig(min(512, max(128, pow2(D))), 4)
+    return TileConfig(min(512, max(128, power_of_two(D))), 4)
 
 
 @tunable("mhc.dx", num_warps=(4, 8), num_stages=(1, 2, 3))

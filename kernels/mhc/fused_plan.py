@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..launch import launch
+from ..operands import contiguous, power_of_two
 from .blocks import mhc_blocks_collapse
-from .config import BLOCKS_MAXNREG, few, pow2
+from .config import BLOCKS_MAXNREG, few
 from .gluon import PostProjectConfig, post_project
 from .plan import backward, launch_collapse, plan_mhc_post, plan_pre, unsupported
-from .sizes import Dims, Options, contiguous, dims, nothing, of_tokens, outputs
+from .sizes import Dims, Options, dims, nothing, of_tokens, outputs
 from .slices import mhc_slices_collapse
 
 __all__ = ["unsupported"]
@@ -41,7 +42,7 @@ def _slices(
         post, params = contiguous(b, *post), contiguous(b, *params)
         part = launch_post_project(b, kernels, c, s, (*post, None), transpose_res, params[0], params[3], x_out, None)
         S, one = c.slices(s.D), few(b, s.T)
-        values = dict(of_tokens(s, out, params, o), x=x_out, part=part, S=S, SP=pow2(S))
+        values = dict(of_tokens(s, out, params, o), x=x_out, part=part, S=S, SP=power_of_two(S))
         if one:
             values.update(NB=c.NB, maxnreg=BLOCKS_MAXNREG)
         launch_collapse(b, mhc_blocks_collapse if one else mhc_slices_collapse, s, c, 1, values, int(one))

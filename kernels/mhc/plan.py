@@ -12,8 +12,8 @@ from typing import Any
 
 from mhc_inductor.log import warn_once
 
-from ..dtypes import without_kernel
 from ..launch import launch
+from ..operands import contiguous, power_of_two, without_kernel
 from . import gluon
 from .backward import (
     mhc_pre_backward_coefficients,
@@ -22,6 +22,7 @@ from .backward import (
     mhc_pre_backward_dx,
     mhc_pre_backward_finish,
 )
+from .common import mhc_sinkhorn, mhc_sinkhorn_backward
 from .config import (
     GROUP,
     GROUPS,
@@ -33,15 +34,13 @@ from .config import (
     finish_config,
     post_backward_config,
     post_config,
-    pow2,
     pre_config,
     pre_few,
     rows_config,
 )
 from .post import mhc_post, mhc_post_backward
 from .pre import mhc_pre_collapse, mhc_pre_project, mhc_pre_weights
-from .sinkhorn import mhc_sinkhorn, mhc_sinkhorn_backward
-from .sizes import FORMS, OUTSIDE, Dims, Options, contiguous, dims, nothing, numel, of_tokens, outputs
+from .sizes import FORMS, OUTSIDE, Dims, Options, dims, nothing, numel, of_tokens, outputs
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
@@ -205,7 +204,7 @@ def _logit_grads(
     terms, prec = precision(b, x)
     # dx reads dh_mix by rows, dphi by columns, which are padded to whole tiles.
     TP = b.cdiv(s.T, 64) * 64
-    dt, RP = b.bf16 if terms else b.f32, pow2(s.M + b.static(b.shape(alpha)[0]))
+    dt, RP = b.bf16 if terms else b.f32, power_of_two(s.M + b.static(b.shape(alpha)[0]))
     d: dict[str, Any] = dict(
         rows=b.empty((2 if terms else 1, s.T, s.MP), dt), cols=b.empty(((terms or 1) * s.MP, TP), dt),
         cx=b.empty((s.T,), b.f32), red=b.empty((programs, RP), b.f32), P=programs, TP=TP, RP=RP, TERMS=terms, PREC=prec,
@@ -335,7 +334,7 @@ def _sinkhorn(b: Any, kernel: Any, h_res: Any, iters: int, eps: float, form: str
     r = rows_config(n)
     sums = None if grad is None else b.empty((2 * iters, T, n), b.f32)
     launch(
-        b, kernel, b.cdiv(T, r.BC), r, grad=grad, logits=h_res, out=out, sums=sums, T=T, eps=eps, N=n, NP=pow2(n),
+        b, kernel, b.cdiv(T, r.BC), r, grad=grad, logits=h_res, out=out, sums=sums, T=T, eps=eps, N=n, NP=power_of_two(n),
         ITERS=iters, FORM=FORMS[form],
     )  # fmt: skip
     return out

@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..launch import launch
+from ..operands import contiguous, power_of_two
 from .blocks import mhc_blocks_coefficients
-from .config import BLOCKS_MAXNREG, GROUP, GROUPS, coefficients_config, dots_config, few, post_config, pow2, pre_config
+from .config import BLOCKS_MAXNREG, GROUP, GROUPS, coefficients_config, dots_config, few, post_config, pre_config
 from .fused_plan import launch_post_project
 from .gluon import post_project
 from .plan import backward, empty_grads, post, project, unsupported
 from .single_pass import mhc_coefficients, mhc_collapse, mhc_collapse_backward
-from .sizes import Dims, Options, contiguous, dims, nothing, of_tokens, outputs
+from .sizes import Dims, Options, dims, nothing, of_tokens, outputs
 
 __all__ = ["unsupported"]
 
@@ -105,7 +106,7 @@ def plan_mhc_single_pass(
         part = launch_post_project(b, *found, s, site, transpose_res, params[0], params[3], x_out, h_in)
         S, values = c.slices(s.D), dict(of_tokens(s, out, params, o), part=part)
         if few(b, s.T):
-            values.update(NB=c.NB, S=S, SP=pow2(S), maxnreg=BLOCKS_MAXNREG)
+            values.update(NB=c.NB, S=S, SP=power_of_two(S), maxnreg=BLOCKS_MAXNREG)
             launch(b, mhc_blocks_coefficients, s.T, coefficients_config(s.n), values)
         else:
             _of_parts(b, s, values, S, S, S)

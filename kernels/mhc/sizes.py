@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from .config import pow2
+from ..operands import power_of_two
 
 FORMS = {"softmax": 0, "exp": 1, "exp_eps": 2}
 OUTSIDE = {"inside": False, "outside": True}
@@ -18,11 +18,6 @@ def numel(shape: Any) -> Any:
     for s in shape:
         total = total * s
     return total
-
-
-def contiguous(b: Any, *tensors: Any) -> tuple[Any, ...]:
-    """Returns the tensors made contiguous; None stays None."""
-    return tuple(None if t is None else b.contiguous(t) for t in tensors)
 
 
 def nothing(b: Any, T: Any) -> bool:
@@ -66,7 +61,7 @@ class Dims:
     @property
     def MP(self) -> int:
         """Rows of phi plus one for the sum of squares, padded for the tensor cores."""
-        return max(16, pow2(self.M + 1))
+        return max(16, power_of_two(self.M + 1))
 
     @property
     def has_res(self) -> bool:
@@ -75,7 +70,9 @@ class Dims:
 
     def values(self) -> dict[str, Any]:
         """Returns the kernels' values for them."""
-        return dict(D=self.D, N=self.n, NP=pow2(self.n), K=self.K, M=self.M, MP=self.MP, T=self.T, HAS_RES=self.has_res)
+        return dict(
+            D=self.D, N=self.n, NP=power_of_two(self.n), K=self.K, M=self.M, MP=self.MP, T=self.T, HAS_RES=self.has_res
+        )
 
 
 def dims(b: Any, x: Any, phi: Any = None) -> Dims:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..launch import launch
+from ..operands import attention, contiguous, power_of_two, strided
 from . import config
 from .delta import selection_delta, selection_dsink, selection_dsink_parts
 from .dkv import selection_dkv, selection_dkv_count, selection_dkv_fix, selection_dkv_prefix
 from .dkv_few import selection_dkv_few
 from .dq import selection_dq
 from .gather_plan import FEW, plan_gather_dq
-from .pieces_plan import Pieces, plan_pieces, power_of_two
-from .segments_plan import NONE, Segments, plan_segments
-from .tile_lists_plan import TileLists, alignment, dot_precision, plan_lists
+from .pieces_plan import Pieces, plan_pieces, plan_segments
+from .tile_lists_plan import TileLists, plan_lists
 
 DELTA_ROWS = 32
 DSINK_PARTS = 128
@@ -121,79 +122,39 @@ def plan_delta(b: Any, dout: Any, dlse: Any, sink: Any, o: Any, lse: Any, bias: 
     lse2, delta = b.empty((B, S, G, h), b.f32), b.empty((B, S, G, h), b.f32)
     both = sink is not None and dlse is not None
     dot = b.empty((B, S, G, h), b.f32) if both else delta
-    b.launch(
-        selection_delta,
-        (b.cdiv(B * S * G * h, DELTA_ROWS), 1, 1),
-        dict(dout_ptr=o if dout is None else dout, dlse_ptr=lse if dlse is None else dlse, o_ptr=o, lse_ptr=lse,
-             sink_ptr=lse if sink is None else sink, lse2_ptr=lse2, delta_ptr=delta, dot_ptr=dot, rows=B * S * G * h),
-        dict(GH=G * h, DV=DV, VP=power_of_two(DV), ROWS=DELTA_ROWS, DOUT=dout is not None, DLSE=dlse is not None,
-             SINK=sink is not None, BIAS=bias),
-        4, 1,
+    launch(
+        b, selection_delta, b.cdiv(B * S * G * h, DELTA_ROWS), (4, 1), dout=o if dout is None else dout, o=o, lse=lse,
+        dlse=lse if dlse is None else dlse, sink=lse if sink is None else sink, lse2=lse2, delta=delta, dot=dot,
+        rows=B * S * G * h, GH=G * h, DV=DV, VP=power_of_two(DV), ROWS=DELTA_ROWS, DOUT=dout is not None,
+        DLSE=dlse is not None, SINK=sink is not None, BIAS=bias,
     )  # fmt: skip
     if sink is None:
         return lse2, delta, b.empty((0,), b.f32)
     dsink, part = b.empty((G, h), b.dtype(sink)), b.empty((DSINK_PARTS, G * h), b.f32)
     cols = min(128, power_of_two(G * h))
-    blocks = -(-G * h // cols)
-    b.launch(
-        selection_dsink_parts,
-        (DSINK_PARTS, blocks, 1),
-        dict(dot_ptr=dot, lse2_ptr=lse2, sink_ptr=sink, part_ptr=part, tokens=B * S),
-        dict(GH=G * h, COLS=cols, ROWS=DSINK_ROWS, PARTS=DSINK_PARTS), 4, 1,
+    blocks, values = -(-G * h // cols), dict(part=part, GH=G * h, COLS=cols, PARTS=DSINK_PARTS)
+    launch(
+        b, selection_dsink_parts, (DSINK_PARTS, blocks), (4, 1), values, dot=dot, lse2=lse2, sink=sink, tokens=B * S,
+        ROWS=DSINK_ROWS,
     )  # fmt: skip
-    b.launch(
-        selection_dsink, (blocks, 1, 1), dict(part_ptr=part, out_ptr=dsink), dict(GH=G * h, COLS=cols, PARTS=DSINK_PARTS), 4, 1
-    )  # fmt: skip
+    launch(b, selection_dsink, blocks, (4, 1), values, out=dsink)
     return lse2, delta, dsink
 
 
-def _strides(b: Any, q: Any, k: Any, v: Any) -> dict[str, Any]:
-    (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (b.strides(t)[:-1] for t in (q, k, v))
-    return dict(sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn)
-
-
-def plan_dq(
-    b: Any, c: config.ForwardConfig, x: TileLists, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any,
-    segments: Segments = NONE,
-) -> Any:  # fmt: skip
+def _plan_dq(b: Any, c: config.ForwardConfig, lists: TileLists, x: dict[str, Any], q: Any) -> Any:
     """Launches dq's kernel on the tile path, over lists of key tiles for ``c``."""
-    B, S, G, h, DK = b.shape(q)
-    S_kv, DV = b.shape(v)[2:]
-    h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(x.pieces.starts)[3]))
-    dq = b.empty((B, S, G, h, DK), b.dtype(q))
-    b.launch(
-        selection_dq,
-        (B * G * x.NQ * -(-h // c.HB), 1, 1),
-        dict(q_ptr=q, k_ptr=k, v_ptr=v, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta,
-             starts_ptr=x.pieces.starts, ends_ptr=x.pieces.ends, tiles_ptr=x.tiles, counts_ptr=x.counts, dirty_ptr=x.dirty,
-             dq_ptr=dq, scale=scale, S=S, S_kv=S_kv, NT=x.NT, NQ=x.NQ, G=G, **_strides(b, q, k, v), **segments.args()),
-        dict(H=h, DK=DK, DV=DV, KP=config.padded(DK), VP=config.padded(DV), R=r, RC=min(32, power_of_two(r)), QT=c.QT,
-             HB=c.HB, BN=c.BN, DOUT=dout is not None, ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q)),
-             SEG=segments.given),
-        c.num_warps, c.num_stages,
-    )  # fmt: skip
+    dq, programs = b.empty(b.shape(q), b.dtype(q)), b.shape(q)[0] * x["G"] * lists.NQ * -(-x["H"] // c.HB)
+    launch(b, selection_dq, programs, c, x, lists.values(b, x["DK"], x["DV"]), dq=dq)
     return dq
 
 
-def _key_call(
-    b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any, dk: Any,
-    dv: Any, segments: Segments,
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Returns the arguments and constants that both kernels of dk and dv take."""
-    S, G, h, DK = b.shape(q)[1:]
-    S_kv, DV = b.shape(v)[2:]
-    h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(pieces.starts)[3]))
-    args = dict(
-        q_ptr=q, k_ptr=k, v_ptr=v, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta,
-        sel_ptr=pieces.sel, starts_ptr=pieces.starts, ends_ptr=pieces.ends, dk_ptr=dk, dv_ptr=dv, G=G, S=S, S_kv=S_kv,
-        NT=b.cdiv(S_kv, c.BN), scale=scale, **_strides(b, q, k, v), **segments.args(),
+def _key_values(b: Any, c: KeyConfig, pieces: Pieces, x: dict[str, Any], dk: Any, dv: Any) -> dict[str, Any]:
+    """Returns the values that both kernels of dk and dv take."""
+    DK, DV = x["DK"], x["DV"]
+    return dict(
+        x, **vars(pieces), dk=dk, dv=dv, NT=b.cdiv(x["S_kv"], c.BN), NK=-(-DK // c.DC), NV=-(-DV // c.DC),
+        R=b.static(b.shape(pieces.starts)[3]), DOUT_ALIGN=min(16 // b.dtype(x["q"]).itemsize, DV & -DV),
     )  # fmt: skip
-    constexprs = dict(
-        H=h, DK=DK, DV=DV, DC=c.DC, NK=-(-DK // c.DC), NV=-(-DV // c.DC), R=r, BN=c.BN, DOUT=dout is not None,
-        ALIGN=alignment(b, q, k, v), DOUT_ALIGN=min(16 // b.dtype(q).itemsize, DV & -DV),
-        PREC=dot_precision(b, b.dtype(q)), SEG=segments.given,
-    )  # fmt: skip
-    return args, constexprs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +162,7 @@ class KeyRuns:
     """Equal runs of the iterations of dK and dV over all key tiles, one for each of P programs, as :mod:`dkv` has them."""
 
     P: int
-    args: dict[str, Any]
+    values: dict[str, Any]
     BN: int
 
     @classmethod
@@ -212,12 +173,13 @@ class KeyRuns:
         B, G, S_kv, _ = b.shape(keys)
         NT = b.cdiv(S_kv, c.BN)
         prefix = b.empty((B * G * NT + 1,), b.i64)
-        args = dict(prefix_ptr=prefix, units=B * G * NT, NT=NT)
-        b.launch(
-            selection_dkv_prefix, (1, 1, 1), dict(args, counts_ptr=counts, G=G, lb=lb, lg=lg),
-            dict(EACH=EACH, QB=QB, CHUNKS=CHUNKS, COST=SETUP, UB=1024), 4, 1,
+        P = c.per * b.device_props().sm_count
+        values = dict(prefix=prefix, units=B * G * NT, NT=NT, P=P, BN=c.BN, COST=SETUP)
+        launch(
+            b, selection_dkv_prefix, 1, (4, 1), values, counts=counts, G=G, lb=lb, lg=lg, EACH=EACH, QB=QB, CHUNKS=CHUNKS,
+            UB=1024,
         )  # fmt: skip
-        return cls(c.per * b.device_props().sm_count, args, c.BN)
+        return cls(P, values, c.BN)
 
     def slots(self, b: Any, D: int) -> Any:
         """Allocates what programs write of the key tiles that they share with others."""
@@ -228,50 +190,31 @@ class KeyRuns:
         *_, S_kv, D = b.shape(out)
         D = b.static(D)
         BR = 16 if D <= 512 else 8
-        b.launch(
-            selection_dkv_fix,
-            (self.P, self.BN // BR, 1),
-            dict(self.args, slot_ptr=slot, out_ptr=out, S_kv=S_kv),
-            dict(P=self.P, D=D, DP=power_of_two(D), BN=self.BN, BR=BR), 4, 1,
-        )  # fmt: skip
+        values = dict(self.values, slot=slot, out=out, S_kv=S_kv, D=D, DP=power_of_two(D), BR=BR)
+        launch(b, selection_dkv_fix, (self.P, self.BN // BR), (4, 1), values)
 
 
-def plan_dkv(
-    b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any,
-    segments: Segments = NONE,
-) -> tuple[Any, Any]:  # fmt: skip
+def plan_dkv(b: Any, c: KeyConfig, pieces: Pieces, x: dict[str, Any], k: Any, v: Any) -> tuple[Any, Any]:
     """Launches the kernels of dk and dv; returns (dk, dv).
 
     The pieces must have bitmaps of key tiles of c.BN keys.
     """
-    B, S, G, h, DK = b.shape(q)
-    S_kv, DV = b.shape(v)[2:]
-    h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(pieces.starts)[3]))
     # The kernels skip key tiles that no query selects.
-    dk, dv = b.zeros((B, G, S_kv, DK), b.dtype(k)), b.zeros((B, G, S_kv, DV), b.dtype(v))
-    W, NT = b.cdiv(S, 32), b.cdiv(S_kv, c.BN)
-    units = B * G * NT
-    HP = power_of_two(h)
+    dk, dv = (b.zeros(b.shape(t), b.dtype(t)) for t in (k, v))
+    values = _key_values(b, c, pieces, x, dk, dv)
+    B, G, NT, r = b.shape(k)[0], x["G"], values["NT"], values["R"]
+    HP = power_of_two(x["H"])
     HB = min(HP, c.ROWS)
     QB, chunks = c.ROWS // HB, HP // HB
-    counts = b.empty((units, 4), b.i32)
-    b.launch(
-        selection_dkv_count,
-        (B * G, b.cdiv(NT, 32), 1),
-        dict(sel_ptr=pieces.sel, full_ptr=pieces.full, counts_ptr=counts, W=W, NT=NT), dict(TB=32, WB=64), 4, 1,
-    )  # fmt: skip
+    counts = b.empty((B * G * NT, 4), b.i32)
+    W = b.cdiv(x["S"], 32)
+    launch(b, selection_dkv_count, (B * G, b.cdiv(NT, 32)), (4, 1), values, counts=counts, W=W, TB=32, WB=64)
     runs = KeyRuns.of(b, c, k, counts, G * NT, NT, QB, chunks, EACH=4)
-    args, constexprs = _key_call(b, c, pieces, q, k, v, dout, lse2, delta, scale, dk, dv, segments)
     lists, bits = (b.empty((runs.P, CAP + QB, *n), b.i32) for n in ((), (2,)))
-    slot_k, slot_v = runs.slots(b, DK), runs.slots(b, DV)
-    b.launch(
-        selection_dkv,
-        (runs.P, 1, 1),
-        dict(args | runs.args, full_ptr=pieces.full, counts_ptr=counts, list_ptr=lists, bits_ptr=bits, slot_k_ptr=slot_k,
-             slot_v_ptr=slot_v),
-        dict(constexprs, P=runs.P, HB=HB, QB=QB, CHUNKS=chunks, RP=power_of_two(r), STEPS=r.bit_length(), COST=SETUP, CAP=CAP,
-             WB=WORDS, EB=128 if r > 32 else 64),
-        c.num_warps, c.num_stages,
+    slot_k, slot_v = runs.slots(b, x["DK"]), runs.slots(b, x["DV"])
+    launch(
+        b, selection_dkv, runs.P, c, values, runs.values, counts=counts, list=lists, bits=bits, slot_k=slot_k, slot_v=slot_v,
+        HB=HB, QB=QB, CHUNKS=chunks, RP=power_of_two(r), STEPS=r.bit_length(), CAP=CAP, WB=WORDS, EB=128 if r > 32 else 64,
     )  # fmt: skip
     for slot, out in ((slot_k, dk), (slot_v, dv)):
         runs.finish(b, slot, out)
@@ -286,24 +229,16 @@ def few_config(h: int, DK: int, DV: int, itemsize: int) -> KeyConfig:
     return KeyConfig(16, max(16, min(32, power_of_two(h))), D, 2, 1)
 
 
-def plan_dkv_few(
-    b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any,
-    segments: Segments = NONE,
-) -> tuple[Any, Any]:  # fmt: skip
+def plan_dkv_few(b: Any, c: KeyConfig, pieces: Pieces, x: dict[str, Any], k: Any, v: Any) -> tuple[Any, Any]:
     """Launches the kernel of dk and dv for at most FEW_QUERIES queries; returns (dk, dv).
 
     The pieces must have bitmaps of key tiles of c.BN keys.
     """
-    B, S, G = b.shape(q)[:3]
-    dk, dv = b.empty(b.shape(k), b.dtype(k)), b.empty(b.shape(v), b.dtype(v))
-    args, constexprs = _key_call(b, c, pieces, q, k, v, dout, lse2, delta, scale, dk, dv, segments)
-    b.launch(
-        selection_dkv_few,
-        (B * G * b.cdiv(args["NT"], FEW_TILES), 1, 1),
-        args,
-        dict(constexprs, ROWS=c.ROWS, RC=min(512, power_of_two(constexprs["R"])), TILES=FEW_TILES, W=-(-b.static(S) // 32)),
-        c.num_warps, c.num_stages,
-    )  # fmt: skip
+    dk, dv = (b.empty(b.shape(t), b.dtype(t)) for t in (k, v))
+    values = _key_values(b, c, pieces, x, dk, dv)
+    programs = b.shape(k)[0] * x["G"] * b.cdiv(values["NT"], FEW_TILES)
+    RC, W = min(512, power_of_two(values["R"])), -(-b.static(x["S"]) // 32)
+    launch(b, selection_dkv_few, programs, c, values, RC=RC, TILES=FEW_TILES, W=W)
     return dk, dv
 
 
@@ -314,25 +249,22 @@ def plan_selection_attention_backward(
     """Launches ``selection_attention_backward``; returns (dq, dk, dv, dsink)."""
     from .plan import takes_tiles
 
-    S, h, DK = b.shape(q)[1], b.static(b.shape(q)[3]), b.static(b.shape(q)[4])
-    S_kv, DV, r = b.shape(k)[2], b.static(b.shape(v)[3]), b.static(b.shape(ranges)[3])
-    props = b.device_props()
-    q, k, v = (b.strided(t) for t in (q, k, v))
-    dout, dlse, sink = (t if t is None else b.contiguous(t) for t in (dout, dlse, sink))
-    o, lse = b.contiguous(o), b.contiguous(lse)
+    q, k, v = strided(b, q, k, v)
+    dout, dlse, sink, o, lse = contiguous(b, dout, dlse, sink, o, lse)
     lse2, delta, dsink = plan_delta(b, dout, dlse, sink, o, lse)
-    segments = plan_segments(b, seg_q, seg_k)
+    segments, props = plan_segments(b, seg_q, seg_k), b.device_props()
+    x = dict(attention(b, q, k, v), **segments, dout=q if dout is None else dout, lse2=lse2, delta=delta, scale=scale,
+             DOUT=dout is not None)  # fmt: skip
+    S, h, DK, DV, r = *(x[name] for name in ("S", "H", "DK", "DV")), b.static(b.shape(ranges)[3])
     found = backward_config(h, DK, DV, b.dtype(q).itemsize, props.backend, props.arch)
     assert found is not None, "unsupported"
     queries, keys = found
     if queries is not None and takes_tiles(b, S, r):
-        x = plan_lists(b, k, v, ranges, cu_q, cu_k, queries.QT, queries.BN, segments)
-        dq = plan_dq(b, queries, x, q, k, v, dout, lse2, delta, scale, segments)
-        return dq, *plan_dkv(b, keys, x.pieces, q, k, v, dout, lse2, delta, scale, segments), dsink
+        lists = plan_lists(b, k, v, ranges, cu_q, cu_k, queries.QT, queries.BN, segments)
+        return _plan_dq(b, queries, lists, x, q), *plan_dkv(b, keys, lists.pieces, x, k, v), dsink
     few = b.is_static(S) and S <= FEW_QUERIES
     if few:
         keys = few_config(h, DK, DV, b.dtype(q).itemsize)
-    pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=keys.BN, count=r > FEW, segments=segments)
+    pieces = plan_pieces(b, ranges, cu_q, cu_k, x["S_kv"], tile=keys.BN, count=r > FEW, segments=segments)
     dq = plan_gather_dq(b, dout, q, k, v, ranges, cu_q, cu_k, lse2, delta, scale, pieces=pieces, segments=segments)
-    plan = plan_dkv_few if few else plan_dkv
-    return dq, *plan(b, keys, pieces, q, k, v, dout, lse2, delta, scale, segments), dsink
+    return dq, *(plan_dkv_few if few else plan_dkv)(b, keys, pieces, x, k, v), dsink

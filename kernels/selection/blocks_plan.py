@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dtypes import without_kernel
+from ..launch import launch
+from ..operands import above, alignment, dot_precision, power_of_two, strides, without_kernel
 from . import config
 from .blocks import selection_block_scores, selection_block_top
-from .pieces_plan import power_of_two
-from .tile_lists_plan import alignment, dot_precision
 
 ROWS = 64  # queries x heads per program
 TILES = ((64, 2), (64, 1), (32, 1), (16, 1))  # (compressed keys at a time, stages), the best first
@@ -39,13 +38,12 @@ def tile(b: Any, D: int, BP: int, itemsize: int) -> tuple[int, int] | None:
 def unsupported(b: Any, *tensors: Any) -> str | None:
     """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
     for t in tensors:
-        if reason := without_kernel(b, t):
+        reason, shape = without_kernel(b, t), b.shape(t)
+        if len(shape) == 5:
+            reason = reason or above(shape[4], MAX_D, "D = {} is")
+            reason = reason or above(shape[3], MAX_HEADS, "h = {} heads a group are")
+        if reason:
             return reason
-        shape = b.shape(t)
-        if len(shape) == 5 and shape[4] > MAX_D:
-            return f"D = {shape[4]} is above {MAX_D}"
-        if len(shape) == 5 and shape[3] > MAX_HEADS:
-            return f"h = {shape[3]} heads a group are above {MAX_HEADS}"
     return None
 
 
@@ -72,28 +70,19 @@ def plan_selection_blocks(
     found = tile(b, D, BP, b.dtype(q).itemsize)
     assert found is not None, "unsupported"
     NT, stages = found
-    sqb, sqs, sqg, sqh = b.strides(q)[:4]
-    skb, skg, skn = b.strides(k)[:3]
+    values = dict(
+        strides(b, q, "sqb sqs sqg sqh"), **strides(b, k, "skb skg skn"), q=q, k=k, lse=lse, blocks=blocks, scale=scale, N=N,
+        S=S, NB=NB, G=G, past=s_kv - S, H=h, D=D, DP=config.padded(D), QT=QT, HB=HB, NT=NT, BK=BK, BP=BP, LENGTH=length,
+        STRIDE=stride, SHIFTS=shifts, ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q)), COUNT=count,
+        CP=power_of_two(count), BLOCK=block, ROWS=TOP_ROWS, JB=TOP_BLOCKS,
+    )  # fmt: skip
+    sizes = 4 if b.dtype(q).itemsize == 2 and D <= 128 else 8, stages
     # Number of queries at a time, in whole tiles.
     step = max(QT, SCORES // max(1, shifts * B * G * NB) // QT * QT)
     for first in range(0, S, step):
         rows = min(step, S - first)
         NQ = b.cdiv(rows, QT)
-        score = b.empty((shifts, B, G, rows, NB), b.f32)
-        where = dict(S=S, NB=NB, G=G, first=first, rows=rows, past=s_kv - S)
-        b.launch(
-            selection_block_scores,
-            (B * G * NQ, 1, 1),
-            dict(q_ptr=q, k_ptr=k, lse_ptr=lse, score_ptr=score, scale=scale, N=N, NQ=NQ, sqb=sqb, sqs=sqs, sqg=sqg,
-                 sqh=sqh, skb=skb, skg=skg, skn=skn, **where),
-            dict(H=h, D=D, DP=config.padded(D), QT=QT, HB=HB, NT=NT, BK=BK, BP=BP, LENGTH=length, STRIDE=stride,
-                 SHIFTS=shifts, ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q))),
-            4 if b.dtype(q).itemsize == 2 and D <= 128 else 8, stages,
-        )  # fmt: skip
-        b.launch(
-            selection_block_top,
-            (B * G * b.cdiv(rows, TOP_ROWS), 1, 1),
-            dict(score_ptr=score, blocks_ptr=blocks, **where),
-            dict(COUNT=count, CP=power_of_two(count), BLOCK=block, SHIFTS=shifts, ROWS=TOP_ROWS, JB=TOP_BLOCKS), 4, 1,
-        )  # fmt: skip
+        values.update(score=b.empty((shifts, B, G, rows, NB), b.f32), NQ=NQ, first=first, rows=rows)
+        launch(b, selection_block_scores, B * G * NQ, sizes, values)
+        launch(b, selection_block_top, B * G * b.cdiv(rows, TOP_ROWS), (4, 1), values)
     return blocks

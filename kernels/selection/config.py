@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from ..launch import shared_limit as shared_limit
+from ..operands import power_of_two
 from ..tuned import tunable
-from .pieces_plan import power_of_two
 
 
 @dataclasses.dataclass(frozen=True)

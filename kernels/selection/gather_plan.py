@@ -9,13 +9,14 @@ per query, 12 B G S r for pieces.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+from ..launch import launch
+from ..operands import attention, power_of_two, strided
 from .config import padded, tiled
 from .gather import selection_combine, selection_dq_sum, selection_gather, selection_gather_dq
-from .pieces_plan import Pieces, plan_pieces, power_of_two
-from .segments_plan import NONE, Segments
-from .tile_lists_plan import alignment, dot_precision
+from .pieces_plan import NONE, Pieces, plan_pieces
 
 FEW = 64  # ranges per query up to which each program makes them disjoint itself
 MAX_SPLITS = 128
@@ -84,83 +85,49 @@ def combine_programs(b: Any, rows: Any, NS: Any) -> Any:
     return b.max(1, rows * b.min(NS - 1, 1))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """Arguments shared by forward and backward: the selections' source, sizes and the grid."""
-
-    args: dict[str, Any]
-    constexprs: dict[str, Any]
-    config: GatherConfig
-    rows: Any
-    NS: Any
-
-    def grid(self) -> tuple[Any, int, int]:
-        """Returns the grid: one program per selection, block of heads and split."""
-        H, HB = self.constexprs["H"], self.config.HB
-        return (self.rows * -(-H // HB) * self.NS, 1, 1)
-
-    def parts(self, b: Any, *shape: int) -> Any:
-        """Allocates a buffer [rows * NS, *shape], which is empty where nothing is split."""
-        return parts(b, self.rows, self.NS, *shape)
-
-
-def _call(
+def _values(
     b: Any, q: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, scale: float, c: GatherConfig | None, NS: Any,
-    segments: Segments, pieces: Pieces | None = None,
-) -> _Call:  # fmt: skip
-    B, S, G, h, DK = b.shape(q)
-    S_kv, DV = b.shape(v)[2:]
-    h, DK, DV, r = (b.static(x) for x in (h, DK, DV, b.shape(ranges)[3]))
-    q, k, v = (b.strided(t) for t in (q, k, v))
-    dtype, device = b.dtype(q), b.device_props()
-    c = c or gather_config(h, DK, DV, dtype.itemsize, device.arch, device.backend)
-    rows = B * S * G
-    NS = splits(b, rows * -(-h // c.HB), c.per) if NS is None else NS
+    segments: Mapping[str, Any], pieces: Pieces | None = None,
+) -> tuple[dict[str, Any], GatherConfig, Any, Any]:  # fmt: skip
+    """Returns the values that forward and dq share, their configuration, and the numbers of selections and programs."""
+    q, k, v = strided(b, q, k, v)
+    x, r, device = attention(b, q, k, v), b.static(b.shape(ranges)[3]), b.device_props()
+    h, DK, DV = (x[name] for name in ("H", "DK", "DV"))
+    c = c or gather_config(h, DK, DV, b.dtype(q).itemsize, device.arch, device.backend)
+    rows, blocks = b.shape(q)[0] * x["S"] * x["G"], -(-h // c.HB)
+    NS = splits(b, rows * blocks, c.per) if NS is None else NS
     few = r <= FEW
     ends = totals = ranges
     if few:
         ranges = b.contiguous(ranges)
     else:
-        pieces = pieces or plan_pieces(b, ranges, cu_q, cu_k, S_kv, count=True)
+        pieces = pieces or plan_pieces(b, ranges, cu_q, cu_k, x["S_kv"], count=True)
         ends, totals = pieces.ends, pieces.totals
     varlen = few and cu_q is not None
     cu_q = b.contiguous(cu_q) if varlen else ranges
     cu_k = b.contiguous(cu_k) if varlen and cu_k is not None else cu_q
-    (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (tuple(b.strides(t))[:-1] for t in (q, k, v))
-    args = dict(
-        q_ptr=q, k_ptr=k, v_ptr=v, ranges_ptr=ranges, cu_q_ptr=cu_q, cu_k_ptr=cu_k, ends_ptr=ends, totals_ptr=totals,
-        scale=scale, S=S, S_kv=S_kv, G=G, N=b.shape(cu_q)[0] - 1 if varlen else 0, NS=NS, sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh,
-        skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn, **segments.args(),
-    )  # fmt: skip
     KC, VC = (max(16, min(c.DC, power_of_two(D))) for D in (DK, DV))
-    constexprs = dict(
-        H=h, DK=DK, DV=DV, KC=KC, VC=VC, NK=-(-DK // KC), NV=-(-DV // VC), HELD=c.held, R=r, RP=power_of_two(r), HB=c.HB, BN=c.BN, FEW=few, VARLEN=varlen,
-        ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, dtype), SEG=segments.given,
+    x.update(
+        segments, ranges=ranges, cu_q=cu_q, cu_k=cu_k, ends=ends, totals=totals, scale=scale, NS=NS, KC=KC, VC=VC,
+        N=b.shape(cu_q)[0] - 1 if varlen else 0, NK=-(-DK // KC), NV=-(-DV // VC), HELD=c.held, R=r, RP=power_of_two(r),
+        FEW=few, VARLEN=varlen,
     )  # fmt: skip
-    return _Call(args, constexprs, c, rows, NS)
+    return x, c, rows, rows * blocks * NS
 
 
 def plan_gather(
     b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: float,
-    config: GatherConfig | None = None, NS: Any = None, segments: Segments = NONE,
+    config: GatherConfig | None = None, NS: Any = None, segments: Mapping[str, Any] = NONE,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Launches the forward; returns o[B, S, G, h, Dv], lse[B, S, G, h]. ``config``, ``NS``: for measurements."""
-    call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS, segments)
+    x, c, rows, programs = _values(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS, segments)
     B, S, G, h, _ = b.shape(q)
-    DV = call.constexprs["DV"]
+    h, DV, NS = x["H"], x["DV"], x["NS"]
     o, lse = b.empty((B, S, G, h, DV), b.dtype(q)), b.empty((B, S, G, h), b.f32)
-    part, plse = call.parts(b, h, DV), call.parts(b, h)
-    has_sink = sink is not None
-    sink = b.contiguous(sink) if has_sink else lse
-    c = call.config
-    b.launch(
-        selection_gather,
-        call.grid(),
-        dict(call.args, sink_ptr=sink, o_ptr=o, lse_ptr=lse, part_ptr=part, plse_ptr=plse),
-        dict(call.constexprs, SINK=has_sink),
-        c.num_warps, c.num_stages,
-    )  # fmt: skip
-    plan_combine(b, part, plse, sink if has_sink else None, o, lse, call.NS)
+    part, plse = parts(b, rows, NS, h, DV), parts(b, rows, NS, h)
+    sink, SINK = (lse, False) if sink is None else (b.contiguous(sink), True)
+    launch(b, selection_gather, programs, c, x, sink=sink, o=o, lse=lse, part=part, plse=plse, SINK=SINK)
+    plan_combine(b, part, plse, sink if SINK else None, o, lse, NS)
     return o, lse
 
 
@@ -175,42 +142,36 @@ def plan_combine(b: Any, part: Any, plse: Any, sink: Any, o: Any, lse: Any, NS: 
     programs = combine_programs(b, B * S * G * h, NS)
     if b.is_static(programs) and programs == 0:
         return
-    b.launch(
-        selection_combine,
-        (programs, 1, 1),
-        dict(part_ptr=part, plse_ptr=plse, pnorm_ptr=pnorm,
-             sink_ptr=lse if sink is None else sink, o_ptr=o, lse_ptr=lse, G=G, NS=NS),
-        dict(H=h, DV=DV, VP=power_of_two(DV), CS=COMBINE, SINK=sink is not None, NATURAL=pnorm is not None),
-        1, 1,
+    launch(
+        b, selection_combine, programs, (1, 1), part=part, plse=plse, pnorm=pnorm, sink=lse if sink is None else sink, o=o,
+        lse=lse, G=G, NS=NS, H=h, DV=DV, VP=power_of_two(DV), CS=COMBINE, SINK=sink is not None, NATURAL=pnorm is not None,
     )  # fmt: skip
 
 
 def plan_gather_dq(
     b: Any, dout: Any, q: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, lse2: Any, delta: Any, scale: float,
     config: GatherConfig | None = None, NS: Any = None, pieces: Pieces | None = None,
-    segments: Segments = NONE,
+    segments: Mapping[str, Any] = NONE,
 ) -> Any:  # fmt: skip
     """Launches dq's kernels; returns dq, contiguous, in q's shape and dtype.
 
     dout[B, S, G, h, Dv] is contiguous or None; lse2 and delta[B, S, G, h] come from ``plan_delta``; pieces, if the
     caller has them, must have totals.
     """
-    call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS, segments, pieces)
-    h, DK = call.constexprs["H"], call.constexprs["DK"]
-    dq = b.empty(b.shape(q), b.dtype(q))
-    part = call.parts(b, h, DK)
-    c = call.config
-    b.launch(
-        selection_gather_dq,
-        call.grid(),
-        dict(call.args, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta, dq_ptr=dq, part_ptr=part),
-        dict(call.constexprs, DOUT=dout is not None),
-        c.num_warps, c.num_stages,
+    x, c, rows, programs = _values(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS, segments, pieces)
+    h, DK, NS = x["H"], x["DK"], x["NS"]
+    dq, part = b.empty(b.shape(q), b.dtype(q)), parts(b, rows, NS, h, DK)
+    launch(
+        b, selection_gather_dq, programs, c, x, dout=q if dout is None else dout, lse2=lse2, delta=delta, dq=dq, part=part,
+        DOUT=dout is not None,
     )  # fmt: skip
-    programs = combine_programs(b, call.rows * h, call.NS)
-    if not (b.is_static(programs) and programs == 0):
-        b.launch(
-            selection_dq_sum, (programs, 1, 1), dict(part_ptr=part, dq_ptr=dq, NS=call.NS),
-            dict(H=h, D=DK, DP=power_of_two(DK), CS=COMBINE if DK <= 512 else COMBINE // 2), 1, 1,
-        )  # fmt: skip
+    plan_dq_sum(b, part, dq, combine_programs(b, rows * h, NS), NS, COMBINE if DK <= 512 else COMBINE // 2)
     return dq
+
+
+def plan_dq_sum(b: Any, part: Any, dq: Any, programs: Any, NS: Any, CS: int) -> None:
+    """Launches the kernel that adds NS parts of dq, unless there are no programs; CS parts at a time."""
+    if b.is_static(programs) and programs == 0:
+        return
+    H, D = (b.static(n) for n in b.shape(dq)[3:])
+    launch(b, selection_dq_sum, programs, (1, 1), part=part, dq=dq, NS=NS, H=H, D=D, DP=power_of_two(D), CS=CS)

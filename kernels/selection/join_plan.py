@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dtypes import without_kernel
+from ..launch import launch
+from ..operands import contiguous, power_of_two, without_kernel
 from .join import selection_join, selection_part_gradients
-from .pieces_plan import power_of_two
 
 MAX_DV = 1024
 ELEMENTS = 4096  # of a program, which is of four warps
@@ -22,12 +22,12 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
     return without_kernel(b, *tensors) or (f"Dv = {wide[0]} is above {MAX_DV}" if wide else None)
 
 
-def _sizes(b: Any, o: Any) -> tuple[int, dict[str, int], int]:
-    """Returns the number of rows of ``o[B, S, G, h, Dv]``, the constants of a row, and the number of programs."""
+def _sizes(b: Any, o: Any) -> tuple[dict[str, int], int]:
+    """Returns the kernels' values for the rows of ``o[B, S, G, h, Dv]``, and the number of programs."""
     B, S, G, h, DV = b.shape(o)
     rows, VP = B * S * G * h, power_of_two(DV)
     ROWS = max(1, ELEMENTS // VP)
-    return rows, {"DV": DV, "VP": VP, "ROWS": ROWS}, b.cdiv(rows, ROWS)
+    return dict(rows=rows, DV=DV, VP=VP, ROWS=ROWS), b.cdiv(rows, ROWS)
 
 
 def plan_selection_join(
@@ -45,20 +45,16 @@ def plan_selection_join(
         sink: ``[G, h]`` or None; of the last call only.
         last: Whether no part follows.
     """
-    rows, constexprs, programs = _sizes(b, o)
+    values, programs = _sizes(b, o)
     shape = b.shape(lse)
     o = b.contiguous(o)
     top, norm = b.empty(shape, b.f32), None if last else b.empty(shape, b.f32)
     new = last or total is None
     out = b.empty(b.shape(o), b.dtype(o) if last else b.f32) if new else sums
-    b.launch(
-        selection_join,
-        (programs, 1, 1),
-        dict(sums_ptr=b.contiguous(sums), most_ptr=b.contiguous(most), total_ptr=most if total is None else total,
-             o_ptr=o, lse_ptr=b.contiguous(lse), sink_ptr=most if sink is None else b.contiguous(sink), out_ptr=out,
-             top_ptr=top, norm_ptr=top if norm is None else norm, rows=rows),
-        dict(constexprs, GH=shape[2] * shape[3], FIRST=total is None, LAST=last, SINK=sink is not None),
-        4, 1,
+    launch(
+        b, selection_join, programs, (4, 1), values, sums=b.contiguous(sums), most=b.contiguous(most), o=o, out=out, top=top,
+        total=most if total is None else total, lse=b.contiguous(lse), sink=most if sink is None else b.contiguous(sink),
+        norm=top if norm is None else norm, GH=shape[2] * shape[3], FIRST=total is None, LAST=last, SINK=sink is not None,
     )  # fmt: skip
     return out, top, norm
 
@@ -71,14 +67,9 @@ def plan_selection_part_gradients(
     dout, o and the part's o are ``[B, S, G, h, Dv]``, all others ``[B, S, G, h]`` in fp32: dlse, lse and total are 0
     in rows without keys, and the part's lse is -inf in rows without keys there.
     """
-    rows, constexprs, programs = _sizes(b, part)
+    values, programs = _sizes(b, part)
     share, grad = b.empty(b.shape(part), b.dtype(part)), b.empty(b.shape(plse), b.f32)
-    inputs = {"dout": dout, "dlse": dlse, "o": o, "lse": lse, "total": total, "part": part, "plse": plse}
-    b.launch(
-        selection_part_gradients,
-        (programs, 1, 1),
-        dict({f"{name}_ptr": b.contiguous(t) for name, t in inputs.items()}, share_ptr=share, grad_ptr=grad, rows=rows),
-        constexprs,
-        4, 1,
-    )  # fmt: skip
+    names = ("dout", "dlse", "o", "lse", "total", "part", "plse")
+    inputs = dict(zip(names, contiguous(b, dout, dlse, o, lse, total, part, plse), strict=True))
+    launch(b, selection_part_gradients, programs, (4, 1), values, inputs, share=share, grad=grad)
     return share, grad

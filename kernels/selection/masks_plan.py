@@ -11,15 +11,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..launch import launch
+from ..operands import above, alignment, attention, contiguous, power_of_two, strided, strides
 from . import plan
-from .backward_plan import SETUP, KeyConfig, KeyRuns, backward_config, plan_delta
+from .backward_plan import KeyConfig, KeyRuns, backward_config, plan_delta
 from .lists_config import ListConfig, list_config, widths
 from .mask_dkv import selection_mask_dkv
 from .mask_dq import selection_mask_dq, selection_mask_shares
 from .mask_forward import selection_mask_forward
 from .mask_tiles import selection_mask_lists, selection_mask_tiles
-from .pieces_plan import power_of_two
-from .tile_lists_plan import LIST_BLOCK, alignment, dot_precision, plan_finite
+from .tile_lists_plan import LIST_BLOCK, plan_finite
 
 ROWS = 64  # rows of queries x heads a program
 PASS = 2048  # elements of the mask that a program looks at together
@@ -38,13 +39,10 @@ def unsupported_sizes(b: Any, *args: Any) -> str | None:
     backward = len(args) > 7
     q, k, v = args[2:5] if backward else args[:3]
     DV = b.static(args[-1])
-    if reason := plan.unsupported(b, *(t for t in (q, k, v) if t is not None)):
-        return reason
-    if DV > plan.MAX_DV:
-        return f"Dv = {DV} is above {plan.MAX_DV}"
-    if backward and _key_config(b, q, DV) is None:
+    reason = plan.unsupported(b, *(t for t in (q, k, v) if t is not None)) or above(DV, plan.MAX_DV, "Dv = {} is")
+    if reason is None and backward and _key_config(b, q, DV) is None:
         return f"shared memory of this device does not hold the backward's tiles at D = {b.static(b.shape(q)[4])}"
-    return None
+    return reason
 
 
 def tile_config(DK: int, DV: int, itemsize: int, backend: str, arch: int, shared: bool, backward: bool) -> ListConfig:
@@ -76,28 +74,22 @@ class _Masked:
     def lists(self, b: Any, S: Any, S_kv: Any, QT: int, BN: int, by_key: bool = False) -> dict[str, Any]:
         """Launches the pass over the mask and the lists of a config; returns the kernels' arguments."""
         NQ, NT = b.cdiv(S, QT), b.cdiv(S_kv, BN)
-        mask = self.args["mask_ptr"]
+        mask = self.args["mask"]
         MB, MG = (
             1 if b.is_static(stride) and stride == 0 else b.shape(mask)[d]
             for d, stride in ((0, self.args["smb"]), (2, self.args["smg"]))
         )
-        codes, near = b.empty((MB, MG, NQ, NT), b.i16), b.empty((MB, MG, NQ), b.i32)
-        fill = _FILLS.get(str(b.dtype(mask)), _NO_FILL)
-        b.launch(
-            selection_mask_tiles, (MB * MG * NQ, 1, 1),
-            dict(self.args, codes_ptr=codes, near_ptr=near, S=S, S_kv=S_kv, NT=NT, NQ=NQ, G=MG),
-            dict(QT=QT, BN=BN, TB=max(1, PASS // (QT * BN)), BIAS=self.bias, FILL=fill, ALIGN=_alignment(b, mask)),
-            8 if QT * BN > PASS else 4, 1,
-        )  # fmt: skip
         rows, n = (NT, NQ) if by_key else (NQ, NT)
-        lists, counts = b.empty((MB, MG, rows, n), b.i32), b.empty((MB, MG, rows, 2), b.i32)
-        b.launch(
-            selection_mask_lists, (MB * MG * rows, 1, 1),
-            dict(codes_ptr=codes, near_ptr=near, lists_ptr=lists, counts_ptr=counts, NT=NT, NQ=NQ),
-            dict(BY_KEY=by_key, TB=LIST_BLOCK), 2, 1,
+        values = dict(
+            self.args, codes=b.empty((MB, MG, NQ, NT), b.i16), near=b.empty((MB, MG, NQ), b.i32), S=S, S_kv=S_kv, NT=NT, NQ=NQ,
+            lists=b.empty((MB, MG, rows, n), b.i32), counts=b.empty((MB, MG, rows, 2), b.i32), BIAS=self.bias, QT=QT, BN=BN,
         )  # fmt: skip
-        lb, lg = (0 if MB == 1 else MG * rows), (0 if MG == 1 else rows)
-        return dict(self.args, lists_ptr=lists, counts_ptr=counts, S=S, S_kv=S_kv, NT=NT, NQ=NQ, lb=lb, lg=lg)
+        launch(
+            b, selection_mask_tiles, MB * MG * NQ, (8 if QT * BN > PASS else 4, 1), values, G=MG, TB=max(1, PASS // (QT * BN)),
+            FILL=_FILLS.get(str(b.dtype(mask)), _NO_FILL), ALIGN=_alignment(b, mask),
+        )  # fmt: skip
+        launch(b, selection_mask_lists, MB * MG * rows, (2, 1), values, BY_KEY=by_key, TB=LIST_BLOCK)
+        return dict(values, lb=0 if MB == 1 else MG * rows, lg=0 if MG == 1 else rows)
 
 
 def _alignment(b: Any, mask: Any) -> int:
@@ -110,18 +102,7 @@ def _alignment(b: Any, mask: Any) -> int:
 
 def _masked(b: Any, mask: Any) -> _Masked:
     mask = b.laid_out(mask)
-    smb, sms, smg, smk = b.strides(mask)
-    return _Masked(dict(mask_ptr=mask, smb=smb, sms=sms, smg=smg, smk=smk), str(b.dtype(mask)) != "torch.bool")
-
-
-def _operands(b: Any, q: Any, k: Any, v: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments and constants of queries, keys and values, which are k where v is None."""
-    v = k if v is None else v
-    (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (tuple(b.strides(t))[:-1] for t in (q, k, v))
-    h, DK = (b.static(n) for n in b.shape(q)[3:])
-    args = dict(q_ptr=q, k_ptr=k, v_ptr=v, G=b.shape(q)[2], sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn,
-                svb=svb, svg=svg, svn=svn)  # fmt: skip
-    return args, dict(H=h, DK=DK, ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q)))
+    return _Masked(dict(strides(b, mask, "smb sms smg smk"), mask=mask), str(b.dtype(mask)) != "torch.bool")
 
 
 def _tiling(b: Any, q: Any, v: Any, DV: int, backward: bool) -> tuple[ListConfig, dict[str, Any]]:
@@ -137,20 +118,16 @@ def plan_selection_mask_attention(
     b: Any, q: Any, k: Any, v: Any, mask: Any, sink: Any, scale: Any, v_width: Any
 ) -> tuple[Any, Any]:
     """Launches ``selection_mask_attention``; returns (o, lse)."""
-    q, k, v = (t if t is None else b.strided(t) for t in (q, k, v))
+    q, k, v = strided(b, q, k, v)
     (B, S, G, *_), S_kv, DV = b.shape(q), b.shape(k)[2], b.static(v_width)
-    (args, constexprs), (c, tiling), masked = _operands(b, q, k, v), _tiling(b, q, v, DV, False), _masked(b, mask)
-    h = constexprs["H"]
+    x, (c, tiling), masked = attention(b, q, k, v, DV), _tiling(b, q, v, DV, False), _masked(b, mask)
+    h = x["H"]
     o, lse = b.empty((B, S, G, h, DV), b.dtype(q)), b.empty((B, S, G, h), b.f32)
     lists = masked.lists(b, S, S_kv, tiling["QT"], c.BN)
-    flags = plan_finite(b, k, v, DV, c.BN)
-    b.launch(
-        selection_mask_forward, (B * G * lists["NQ"] * -(-h // tiling["HB"]), 1, 1),
-        dict(args, **lists, flags_ptr=flags, sink_ptr=lse if sink is None else b.contiguous(sink), o_ptr=o, lse_ptr=lse,
-             scale=scale),
-        dict(constexprs, **tiling, HELD=c.held, SHARED=v is None and tiling["VM"] * c.MC == DV, SINK=sink is not None,
-             BIAS=masked.bias),
-        c.num_warps, c.num_stages,
+    launch(
+        b, selection_mask_forward, B * G * lists["NQ"] * -(-h // tiling["HB"]), c, x, lists, tiling,
+        flags=plan_finite(b, k, v, DV, c.BN), sink=lse if sink is None else b.contiguous(sink), o=o, lse=lse, scale=scale,
+        HELD=c.held, SHARED=v is None and tiling["VM"] * c.MC == DV, SINK=sink is not None,
     )  # fmt: skip
     return o, lse
 
@@ -159,34 +136,28 @@ def plan_selection_mask_attention_backward(
     b: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, mask: Any, sink: Any, o: Any, lse: Any, scale: Any, v_width: Any
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Launches ``selection_mask_attention_backward``; returns (dq, dk, dv, dsink)."""
-    dout, dlse, sink = (t if t is None else b.contiguous(t) for t in (dout, dlse, sink))
-    o, lse, (q, k, v) = b.contiguous(o), b.contiguous(lse), (t if t is None else b.strided(t) for t in (q, k, v))
+    dout, dlse, sink, o, lse = contiguous(b, dout, dlse, sink, o, lse)
+    q, k, v = strided(b, q, k, v)
     (B, S, G, *_), S_kv, DV = b.shape(q), b.shape(k)[2], b.static(v_width)
-    (args, constexprs), (c, tiling), masked = _operands(b, q, k, v), _tiling(b, q, v, DV, True), _masked(b, mask)
-    h, DK = constexprs["H"], constexprs["DK"]
+    x, (c, tiling), masked = attention(b, q, k, v, DV), _tiling(b, q, v, DV, True), _masked(b, mask)
+    h, DK = x["H"], x["DK"]
     base, delta, dsink = plan_delta(b, dout, dlse, sink, o, lse)
     lists = masked.lists(b, S, S_kv, tiling["QT"], c.BN)
-    grid = (B * G * lists["NQ"] * -(-h // tiling["HB"]), 1, 1)
+    programs = B * G * lists["NQ"] * -(-h // tiling["HB"])
     share = base
     if masked.bias:
         base, share = b.empty((B, S, G, h), b.f32), b.empty((B, S, G, h), b.f32)
-        values = ("v_ptr", "svb", "svg", "svn")
-        keys = {name: value for name, value in args.items() if name not in values}
-        b.launch(
-            selection_mask_shares, grid,
-            dict(keys, **lists, lse_ptr=lse, sink_ptr=lse if sink is None else sink, dlse_ptr=lse if dlse is None else dlse,
-                 delta_ptr=delta, base_ptr=base, share_ptr=share, scale=scale),
-            dict(constexprs, **{name: tiling[name] for name in ("KM", "MC", "KT", "QT", "HB", "BN")}, SINK=sink is not None,
-                 DLSE=dlse is not None),
-            c.num_warps, 1,
+    x.update(
+        dout=q if dout is None else dout, base=base, share=share, delta=delta, scale=scale, DOUT=dout is not None,
+        SHARED=v is None,
+    )  # fmt: skip
+    if masked.bias:
+        launch(
+            b, selection_mask_shares, programs, (c.num_warps, 1), x, lists, tiling, lse=lse, sink=lse if sink is None else sink,
+            dlse=lse if dlse is None else dlse, SINK=sink is not None, DLSE=dlse is not None,
         )  # fmt: skip
     dq, flags = b.empty((B, S, G, h, DK), b.dtype(q)), plan_finite(b, k, v, DV, c.BN)
-    args |= dict(dout_ptr=q if dout is None else dout, base_ptr=base, share_ptr=share, delta_ptr=delta, scale=scale)
-    constexprs |= dict(DOUT=dout is not None, BIAS=masked.bias)
-    b.launch(
-        selection_mask_dq, grid, dict(args, **lists, flags_ptr=flags, dq_ptr=dq), dict(constexprs, **tiling), c.num_warps,
-        c.num_stages,
-    )  # fmt: skip
+    launch(b, selection_mask_dq, programs, c, x, lists, tiling, flags=flags, dq=dq)
     kc = _key_config(b, q, DV)
     assert kc is not None  # unsupported_sizes has asked
     HB = min(power_of_two(h), kc.ROWS)
@@ -195,16 +166,13 @@ def plan_selection_mask_attention_backward(
     dk = b.zeros((B, G, S_kv, DK), b.dtype(k))
     dv = b.empty((0,), b.dtype(k)) if v is None else b.zeros((B, G, S_kv, DV), b.dtype(v))
     CHUNKS = power_of_two(h) // HB
-    runs = KeyRuns.of(b, kc, k, lists["counts_ptr"], lists["lb"], lists["lg"], 1, CHUNKS, EACH=2)
+    runs = KeyRuns.of(b, kc, k, lists["counts"], lists["lb"], lists["lg"], 1, CHUNKS, EACH=2)
     slot_k = runs.slots(b, DK)
     slot_v = slot_k if v is None else runs.slots(b, DV)
-    b.launch(
-        selection_mask_dkv, (runs.P, 1, 1),
-        dict(args, **lists | runs.args, dk_ptr=dk, dv_ptr=dk if v is None else dv, slot_k_ptr=slot_k, slot_v_ptr=slot_v),
-        dict(constexprs, P=runs.P, DV=DV, DC=kc.DC, NK=-(-DK // kc.DC), NV=-(-DV // kc.DC), HB=HB, QT=kc.ROWS // HB,
-             CHUNKS=CHUNKS, COST=SETUP, BN=kc.BN, SHARED=v is None,
-             DOUT_ALIGN=min(16 // b.dtype(q).itemsize, DV & -DV)),
-        kc.num_warps, kc.num_stages,
+    launch(
+        b, selection_mask_dkv, runs.P, kc, x, lists, runs.values, dk=dk, dv=dk if v is None else dv, slot_k=slot_k,
+        slot_v=slot_v, NK=-(-DK // kc.DC), NV=-(-DV // kc.DC), HB=HB, CHUNKS=CHUNKS,
+        DOUT_ALIGN=min(16 // b.dtype(q).itemsize, DV & -DV),
     )  # fmt: skip
     for slot, out in ((slot_k, dk), (slot_v, dv)):
         if out is dk or v is not None:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch of ``selection_pieces``, with which most plans of selection attention start."""
+"""The launch of ``selection_pieces``, with which most plans of selection attention start, and the segment ids."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+from ..launch import launch
+from ..operands import contiguous, power_of_two
 from .pieces import selection_pieces
-from .segments_plan import NONE, Segments, plan_segment_tiles
+from .segments import selection_segment_tiles
 
 MAX_RANGES = 4096
 FEW_ROWS = 16  # up to so many queries, the time of one row counts, not the throughput
@@ -40,14 +43,26 @@ def rows_and_warps(r: int, few: bool) -> tuple[int, int]:
     return (1, 1) if RP > 64 else (2, 1)
 
 
-def power_of_two(n: int) -> int:
-    """Returns n rounded up to a power of two."""
-    return 1 << max(0, n - 1).bit_length()
+NONE: Mapping[str, Any] = dict(seg_q=None, seg_k=None, SEG=False)
+
+
+def plan_segments(b: Any, seg_q: Any, seg_k: Any) -> Mapping[str, Any]:
+    """Returns the kernels' values for segment ids q[B, S] and k[B, S_kv], made contiguous, or for none."""
+    return NONE if seg_q is None else dict(seg_q=b.contiguous(seg_q), seg_k=b.contiguous(seg_k), SEG=True)
+
+
+def _segment_tiles(b: Any, seg_k: Any, tile: int) -> Any:
+    """Launches ``selection_segment_tiles``; returns bounds[B, NT, 4] of tiles of ``tile`` keys."""
+    B, S_kv = b.shape(seg_k)
+    NT = b.cdiv(S_kv, tile)
+    bounds = b.empty((B, NT, 4), b.i64)
+    launch(b, selection_segment_tiles, B * NT, (1, 1), seg_k=seg_k, bounds=bounds, S_kv=S_kv, NT=NT, BN=tile)
+    return bounds
 
 
 def plan_pieces(
     b: Any, ranges: Any, cu_q: Any, cu_k: Any, S_kv: Any, *, count: bool = False, tile: int | None = None,
-    segments: Segments = NONE,
+    segments: Mapping[str, Any] = NONE,
 ) -> Pieces:  # fmt: skip
     """Launches ``selection_pieces`` on ranges[B, S, G, r, 2].
 
@@ -64,19 +79,15 @@ def plan_pieces(
     if r == 0:
         return pieces
     rows, warps = rows_and_warps(r, b.is_static(S) and S <= FEW_ROWS)
-    ranges = b.contiguous(ranges)
+    ranges, cu_q, cu_k = contiguous(b, ranges, cu_q, cu_k)
     varlen = cu_q is not None
-    cu_q = b.contiguous(cu_q) if varlen else ranges
-    cu_k = cu_q if cu_k is None else b.contiguous(cu_k)
-    bounds = plan_segment_tiles(b, segments, tile) if segments.given and tile is not None else None
-    b.launch(
-        selection_pieces,
-        (b.cdiv(S, rows) * B * G, 1, 1),
-        dict(ranges_ptr=ranges, cu_q_ptr=cu_q, cu_k_ptr=cu_k, starts_ptr=starts, ends_ptr=ends,
-             totals_ptr=totals if count else starts, sel_ptr=starts if sel is None else sel,
-             full_ptr=starts if full is None else full, seg_q_ptr=None if bounds is None else segments.q,
-             bounds_ptr=bounds, G=G, S=S, S_kv=S_kv, N=b.shape(cu_q)[0] - 1 if varlen else 0, NT=NT),
-        dict(R=r, RP=power_of_two(r), ROWS=rows, BN=tile or 1, VARLEN=varlen, COUNT=count, MARK=tile is not None, SEG=bounds is not None),
-        warps, 1,
+    cu_q = cu_q if varlen else ranges
+    bounds = _segment_tiles(b, segments["seg_k"], tile) if segments["SEG"] and tile is not None else None
+    launch(
+        b, selection_pieces, b.cdiv(S, rows) * B * G, (warps, 1), starts=starts, ends=ends, ranges=ranges, cu_q=cu_q,
+        cu_k=cu_q if cu_k is None else cu_k, totals=totals if count else starts, sel=starts if sel is None else sel,
+        full=starts if full is None else full, seg_q=None if bounds is None else segments["seg_q"], bounds=bounds, G=G, S=S,
+        S_kv=S_kv, N=b.shape(cu_q)[0] - 1 if varlen else 0, NT=NT, R=r, RP=power_of_two(r), ROWS=rows, BN=tile or 1,
+        VARLEN=varlen, COUNT=count, MARK=tile is not None, SEG=bounds is not None,
     )  # fmt: skip
     return pieces

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dtypes import without_kernel
+from ..launch import launch
+from ..operands import above, attention, strided, without_kernel
 from . import config
 from .forward import selection_forward
 from .gather_plan import plan_gather
-from .pieces_plan import MAX_RANGES, power_of_two
-from .segments_plan import plan_segments
-from .tile_lists_plan import alignment, dot_precision, plan_lists
+from .pieces_plan import MAX_RANGES, plan_segments
+from .tile_lists_plan import plan_lists
 
 MAX_D = 576
 MAX_DV = 512
@@ -32,23 +32,20 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
         shape, dtype = b.shape(t), str(b.dtype(t))
         if len(shape) < 4:  # a sink or boundaries
             continue
-        if not dtype.startswith(("torch.float", "torch.bfloat")):
-            if b.static(shape[3]) > MAX_RANGES:
-                return f"r = {b.static(shape[3])} ranges a query are above {MAX_RANGES}"
-            continue
-        if reason := without_kernel(b, t):
+        if dtype.startswith(("torch.float", "torch.bfloat")):
+            reason = without_kernel(b, t) or above(b.static(shape[-1]), MAX_D, "D = {} is")
+            if len(shape) == 5:
+                reason = reason or above(b.static(shape[3]), MAX_HEADS, "h = {} heads a group are")
+        else:
+            reason = above(b.static(shape[3]), MAX_RANGES, "r = {} ranges a query are")
+        if reason:
             return reason
-        if b.static(shape[-1]) > MAX_D:
-            return f"D = {b.static(shape[-1])} is above {MAX_D}"
-        if len(shape) == 5 and b.static(shape[3]) > MAX_HEADS:
-            return f"h = {b.static(shape[3])} heads a group are above {MAX_HEADS}"
     return None
 
 
 def unsupported_sizes(b: Any, q: Any, k: Any, v: Any, *_: Any) -> str | None:
     """Returns why these sizes run the reference instead of the kernels, or None if they run the kernels."""
-    DV = b.static(b.shape(v)[3])
-    return f"Dv = {DV} is above {MAX_DV}" if DV > MAX_DV else None
+    return above(b.static(b.shape(v)[3]), MAX_DV, "Dv = {} is")
 
 
 def takes_tiles(b: Any, S: Any, r: int) -> bool:
@@ -65,29 +62,17 @@ def plan_tiles(
     seg_k: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Launches the tile path; returns o[B, S, G, h, Dv] and lse[B, S, G, h]."""
-    B, S, G, h, DK = b.shape(q)
-    S_kv, DV = b.shape(v)[2:]
-    h, DK, DV, r = (b.static(x) for x in (h, DK, DV, b.shape(ranges)[3]))
-    props = b.device_props()
+    q, k, v = strided(b, q, k, v)
+    x, props = attention(b, q, k, v), b.device_props()
+    B, S, G, h, DK, DV = b.shape(q)[0], *(x[name] for name in ("S", "G", "H", "DK", "DV"))
     c = config.forward_config(h, DK, DV, b.dtype(q).itemsize, props.backend, props.arch)
-    q, k, v = (b.strided(t) for t in (q, k, v))
     o, lse = b.empty((B, S, G, h, DV), b.dtype(q)), b.empty((B, S, G, h), b.f32)
     segments = plan_segments(b, seg_q, seg_k)
-    x = plan_lists(b, k, v, ranges, cu_q, cu_k, c.QT, c.BN, segments)
-    sqb, sqs, sqg, sqh = b.strides(q)[:4]
-    skb, skg, skn = b.strides(k)[:3]
-    svb, svg, svn = b.strides(v)[:3]
-    b.launch(
-        selection_forward,
-        (B * G * x.NQ * -(-h // c.HB), 1, 1),
-        dict(q_ptr=q, k_ptr=k, v_ptr=v, starts_ptr=x.pieces.starts, ends_ptr=x.pieces.ends, tiles_ptr=x.tiles,
-             counts_ptr=x.counts, dirty_ptr=x.dirty, sink_ptr=lse if sink is None else b.contiguous(sink), o_ptr=o,
-             lse_ptr=lse, scale=scale, S=S, S_kv=S_kv, NT=x.NT, NQ=x.NQ, G=G, sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb,
-             skg=skg, skn=skn, svb=svb, svg=svg, svn=svn, **segments.args()),
-        dict(H=h, DK=DK, DV=DV, KP=config.padded(DK), VP=config.padded(DV), R=r, RC=min(32, power_of_two(r)),
-             QT=c.QT, HB=c.HB, BN=c.BN, SINK=sink is not None, ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q)),
-             POSITIVE=isinstance(scale, float) and scale > 0, SEG=segments.given),
-        c.num_warps, c.num_stages,
+    lists = plan_lists(b, k, v, ranges, cu_q, cu_k, c.QT, c.BN, segments)
+    launch(
+        b, selection_forward, B * G * lists.NQ * -(-h // c.HB), c, x, lists.values(b, DK, DV), segments,
+        sink=lse if sink is None else b.contiguous(sink), o=o, lse=lse, scale=scale, SINK=sink is not None,
+        POSITIVE=isinstance(scale, float) and scale > 0,
     )  # fmt: skip
     return o, lse
 
