@@ -68,14 +68,18 @@ _OPTIONS = ("maxnreg", "launch_cooperative_grid")
 
 
 @functools.cache
-def _parameters(kernel: Any) -> tuple[tuple[str, str, bool], ...]:
-    """Returns a kernel's parameters, each with the name of its value and whether it is a constant."""
-    named = inspect.signature(kernel.fn).parameters.values()
-    return tuple((p.name, p.name.removesuffix("_ptr"), "constexpr" in str(p.annotation)) for p in named)
+def _parameters(function: Any) -> tuple[list[tuple[str, str]], ...]:
+    """Returns a kernel's arguments and its constants, each with the name of its value."""
+    found: tuple[list[tuple[str, str]], ...] = ([], [])
+    for p in inspect.signature(function).parameters.values():
+        found["constexpr" in str(p.annotation)].append((p.name, p.name.removesuffix("_ptr")))
+    return found
 
 
 def launch(b: Any, kernel: Any, grid: Any, config: Any, *values: Mapping[str, Any], **more: Any) -> None:
     """Launches a kernel with those of the values that it has parameters for; of two with one name the last counts.
+
+    Values named as options of Triton's compiler (``_OPTIONS``) are those.
 
     Args:
         b: The builder.
@@ -86,16 +90,16 @@ def launch(b: Any, kernel: Any, grid: Any, config: Any, *values: Mapping[str, An
         values: Tensors, sizes, scalars and constants by name; the parameter ``x_ptr`` takes the value ``x``.
         more: As ``values``.
     """
-    given = {} if isinstance(config, tuple) else dict(vars(config))
-    for each in (*values, more):
+    sizes = config if isinstance(config, tuple) else (config.num_warps, getattr(config, "num_stages", 1))
+    given = {} if sizes is config else dict(vars(config))
+    for each in values:
         given.update(each)
-    args, constants = {}, {name: given[name] for name in _OPTIONS if name in given}
-    for name, value, constant in _parameters(kernel):
-        if value in given:
-            (constants if constant else args)[name] = given[value]
-    warps, stages = config if isinstance(config, tuple) else (config.num_warps, getattr(config, "num_stages", 1))
-    programs = grid if isinstance(grid, tuple) else (grid,)
-    b.launch(kernel, (*programs, 1, 1)[:3], args, constants, warps, stages)
+    given.update(more)
+    arguments, constants = _parameters(kernel.fn)
+    args, constexprs = {p: given[name] for p, name in arguments}, {p: given[name] for p, name in constants}
+    constexprs.update((name, given[name]) for name in _OPTIONS if name in given)
+    grid = (*grid, 1, 1)[:3] if isinstance(grid, tuple) else (grid, 1, 1)
+    b.launch(kernel, grid, args, constexprs, *sizes)
 
 
 class EagerBuilder:
