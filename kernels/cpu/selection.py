@@ -28,7 +28,7 @@ _ROWS = 128
 # Scores up to which the fused formula is faster than the op (measured; with four times as many it loses in training).
 _FUSED = 2**20
 
-_ALL: Slices = (slice(None),) * 3
+ALL: Slices = (slice(None),) * 3
 
 
 def _steps(q: Tensor, k: Tensor) -> int:
@@ -76,24 +76,11 @@ def _walk(
             yield (in_b, in_g, slice(None)), queries(in_b, in_g)
 
 
-def _odd(*tensors: Tensor) -> bool:
-    """Returns whether any value may be NaN or inf. A sum that overflows also returns True, which costs only time."""
-    return not all(bool(t.sum().isfinite()) for t in tensors)
-
-
 @as_given
 def selection_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    scale: float,
-    segments_q: Tensor | None = None,
-    segments_k: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, sink: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, scale: float, segments_q: Tensor | None = None, segments_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes :func:`mhc_inductor.reference.selection.selection_attention` with products over selected keys only."""
     bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     if core.usable(q, k):
@@ -106,7 +93,7 @@ def selection_attention(
     lse = q.new_full((b, s, g, h), -torch.inf, dtype=acc)
     for (in_b, in_g, _all), queries in _walk(q, k, ranges, bounds):
         keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
-        odd = _odd(values)
+        odd = core.odd(values)
         for at, index, chosen in queries:
             mask = reference.within(chosen, segments_q, segments_k, at, index)
             logit = None if sink is None else sink[in_g].repeat(1, mask.shape[2])
@@ -118,21 +105,10 @@ def selection_attention(
 
 @as_given
 def selection_attention_backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    segments_q: Tensor | None = None,
-    segments_k: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, sink: Tensor | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, o: Tensor, lse: Tensor, scale: float,
+    segments_q: Tensor | None = None, segments_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes :func:`mhc_inductor.reference.selection.selection_attention_backward` over selected keys only."""
     h, acc = q.shape[3], acc_dtype(q.dtype)
     row, dsink = reference.backward_rows(dout, dlse, sink, o, lse)
@@ -145,7 +121,7 @@ def selection_attention_backward(
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     for (in_b, in_g, _all), queries in _walk(q, k, ranges, bounds):
         keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
-        odd = _odd(keys, values, q[in_b, :, in_g], *(t[in_b, :, in_g] for t in row))
+        odd = core.odd(keys, values, q[in_b, :, in_g], *(t[in_b, :, in_g] for t in row))
         grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
         for at, index, chosen in queries:
             mask = reference.within(chosen, segments_q, segments_k, at, index)
@@ -178,56 +154,51 @@ def fits(q: Tensor, k: Tensor) -> bool:
     return 0 < scores <= _FUSED
 
 
-def fused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    scale: float,
-    segments_q: Tensor | None = None,
-    segments_k: Tensor | None = None,
-) -> Any:
-    """Decomposes the op for Inductor; returns NotImplemented where the generated code should call the op."""
-    if not fits(q, k):
-        return NotImplemented
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns o and lse of queries that see the keys ``seen``."""
     acc, h = acc_dtype(q.dtype), q.shape[3]
-    bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
-    mask = reference.selected(*reference.clipped(ranges, bounds), k.shape[2])
-    mask = reference.within(mask, segments_q, segments_k, _ALL)
     logit = None if sink is None else sink.repeat(1, q.shape[1])
-    part = reference.attend(reference.rows(q, _ALL), k.to(acc), v.to(acc), mask, logit, scale)
+    part = reference.attend(reference.rows(q, ALL), k.to(acc), v.to(acc), seen, logit, scale, bias=bias)
     o, lse = (reference.unrows(t, h) for t in part)
     return o.to(q.dtype).contiguous(), lse.contiguous()
 
 
+def formula_backward(
+    row: Rows, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq, dk and dv of :func:`formula` in the arithmetic's dtype."""
+    acc, part = acc_dtype(q.dtype), Rows(*(reference.rows(t, ALL) for t in row))
+    query = reference.rows(q, ALL)
+    dq, dk, dv = reference.attend_backward(part, query, k.to(acc), v.to(acc), seen, scale, bias=bias)
+    return reference.unrows(dq, q.shape[3]), dk, dv
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, sink: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, scale: float, segments_q: Tensor | None = None, segments_k: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Decomposes the op for Inductor; returns NotImplemented where the generated code should call the op."""
+    if not fits(q, k):
+        return NotImplemented
+    mask = reference.selected(
+        *reference.clipped(ranges, reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)), k.shape[2]
+    )
+    return formula(q, k, v, reference.within(mask, segments_q, segments_k, ALL), sink, scale)
+
+
 def fused_attention_backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    segments_q: Tensor | None = None,
-    segments_k: Tensor | None = None,
-) -> Any:
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, sink: Tensor | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, o: Tensor, lse: Tensor, scale: float,
+    segments_q: Tensor | None = None, segments_k: Tensor | None = None,
+) -> Any:  # fmt: skip
     """Decomposes the backward op for Inductor; returns NotImplemented where the generated code should call the op."""
     if not fits(q, k):
         return NotImplemented
-    acc, h = acc_dtype(q.dtype), q.shape[3]
+    mask = reference.selected(
+        *reference.clipped(ranges, reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)), k.shape[2]
+    )
     row, dsink = reference.backward_rows(dout, dlse, sink, o, lse)
-    bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
-    mask = reference.selected(*reference.clipped(ranges, bounds), k.shape[2])
-    mask = reference.within(mask, segments_q, segments_k, _ALL)
-    part = Rows(*(reference.rows(t, _ALL) for t in row))
-    dq, dk, dv = reference.attend_backward(part, reference.rows(q, _ALL), k.to(acc), v.to(acc), mask, scale)
-    dq = reference.unrows(dq, h)
-    return (*(t.to(q.dtype).contiguous() for t in (dq, dk, dv)), dsink)
+    grads = formula_backward(row, q, k, v, reference.within(mask, segments_q, segments_k, ALL), scale)
+    return (*(t.to(q.dtype).contiguous() for t in grads), dsink)

@@ -118,13 +118,13 @@ def _whole(t: Tensor, acc: torch.dtype, lanes: int) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _odd(*tensors: Tensor) -> bool:
+def odd(*tensors: Tensor) -> bool:
     """Returns whether any value may be NaN or inf. A sum that overflows also returns True, which costs only time."""
     return not all(bool(t.sum(dtype=acc_dtype(t.dtype)).isfinite()) for t in tensors)
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, selected: Selected, scale: float, odd: bool, parts: int, **tensors: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, selected: Selected, scale: float, wild: bool, parts: int, **tensors: Tensor | None
 ) -> None:
     """Fills the outputs among ``tensors``, which are contiguous and, like the others, in the arithmetic's dtype."""
     library, acc = _library_of(q), acc_dtype(q.dtype)
@@ -148,7 +148,7 @@ def _run(
         setattr(made, name, (_Int * count)(*(*strided.stride(), 0)[:count]))
     for name, t in held.items():
         setattr(made, name, None if t is None else t.data_ptr())
-    made.threads, made.odd, made.parts, made.scale = torch.get_num_threads(), odd, parts, scale
+    made.threads, made.odd, made.parts, made.scale = torch.get_num_threads(), wild, parts, scale
     if library.selection(ctypes.byref(made)):
         raise MemoryError("selection attention: not enough memory")
 
@@ -188,7 +188,7 @@ def backward(
     """
     acc = acc_dtype(q.dtype)
     dq, dk, dv = (torch.empty(t.shape, dtype=acc) for t in (q, k, v))
-    odd, parts = _odd(q, k, v, *row), _parts(q, k, v)
+    parts = _parts(q, k, v)
     given = {"dout": row.dout, "dlse": row.dlse if dlse else None, "row_lse": row.lse, "total": row.total}
-    _run(q, k, v, selected, scale, odd, parts, **given, dq=dq, dk=dk, dv=dv)
+    _run(q, k, v, selected, scale, odd(q, k, v, *row), parts, **given, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv

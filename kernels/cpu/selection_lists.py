@@ -19,17 +19,8 @@ from . import selection as ranges
 from . import selection_core as core
 
 
-def _selected(
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-) -> core.Selected:
-    bounds = selection.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
-    return core.Selected(indices, bounds, core.segments(segments_q, segments_k))
+def _selected(q: Tensor, k: Tensor, indices: Tensor, cu_q: Any, cu_k: Any, *segments: Any) -> core.Selected:
+    return core.Selected(indices, selection.key_bounds(q, k, cu_q, cu_k), core.segments(*segments))
 
 
 @as_given

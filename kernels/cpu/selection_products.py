@@ -15,6 +15,7 @@ PRODUCTS = r"""
 #include <limits>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -31,19 +32,8 @@ namespace {
 // ---- vectors ------------------------------------------------------------------------------------------------------
 
 template <typename T>
-struct Integer;
-template <>
-struct Integer<float> {
-    typedef int32_t type;
-};
-template <>
-struct Integer<double> {
-    typedef int64_t type;
-};
-
-template <typename T>
 struct Lanes {
-    typedef typename Integer<T>::type Int;
+    typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> Int;
     static constexpr int count = VECTOR_BYTES / sizeof(T);
     typedef T type __attribute__((vector_size(VECTOR_BYTES)));
     typedef Int ints __attribute__((vector_size(VECTOR_BYTES)));
