@@ -14,44 +14,22 @@ from mhc_inductor.log import logger, warn_once
 from . import background
 from .launch import EagerBuilder, Recorder, device_props
 
-# The module of each launch plan.
-_PLANS = {
-    "mhc_pre": "mhc.plan",
-    "mhc_pre_backward": "mhc.plan",
-    "mhc_sinkhorn": "mhc.plan",
-    "mhc_sinkhorn_backward": "mhc.plan",
-    "mhc_post": "mhc.plan",
-    "mhc_post_backward": "mhc.plan",
-    "mhc_head": "mhc.plan",
-    "mhc_head_backward": "mhc.plan",
-    "mhc_post_pre": "mhc.fused_plan",
-    "mhc_post_pre_backward": "mhc.fused_plan",
-    "mhc_post_head": "mhc.fused_plan",
-    "mhc_post_head_backward": "mhc.fused_plan",
-    "mhc_coefficients": "mhc.single_pass_plan",
-    "mhc_coefficients_backward": "mhc.single_pass_plan",
-    "mhc_collapse": "mhc.single_pass_plan",
-    "mhc_collapse_backward": "mhc.single_pass_plan",
-    "mhc_single_pass": "mhc.single_pass_plan",
-    "mhc_single_pass_backward": "mhc.single_pass_plan",
-    "e79_scan": "e79.plan",
-    "e79_scan_backward": "e79.plan",
-    "selection_attention": "selection.plan",
-    "selection_attention_backward": "selection.backward_plan",
-    "selection_list_attention": "selection.lists_plan",
-    "selection_list_attention_backward": "selection.lists_plan",
-    "selection_entry_attention": "selection.lists_plan",
-    "selection_entry_attention_backward": "selection.lists_plan",
-    "selection_mask_attention": "selection.masks_plan",
-    "selection_mask_attention_backward": "selection.masks_plan",
-    "selection_blocks": "selection.blocks_plan",
-    "index_scores": "index.plan",
-    "index_scores_backward": "index.backward_plan",
-    "index_loss": "index.loss_plan",
-    "index_loss_backward": "index.loss_plan",
-    "index_topk": "index.plan",
-    "index_topk_scores": "index.plan",
+# The launch plans of each module, without the name of the operator before them.
+_MODULES = {
+    "mhc.plan": "pre pre_backward sinkhorn sinkhorn_backward post post_backward head head_backward",
+    "mhc.fused_plan": "post_pre post_pre_backward post_head post_head_backward",
+    "mhc.single_pass_plan": "coefficients coefficients_backward collapse collapse_backward single_pass single_pass_backward",
+    "e79.plan": "scan scan_backward",
+    "selection.plan": "attention",
+    "selection.backward_plan": "attention_backward",
+    "selection.lists_plan": "list_attention list_attention_backward entry_attention entry_attention_backward",
+    "selection.masks_plan": "mask_attention mask_attention_backward",
+    "selection.blocks_plan": "blocks",
+    "index.plan": "scores topk topk_scores",
+    "index.backward_plan": "scores_backward",
+    "index.loss_plan": "loss loss_backward",
 }
+_PLANS = {f"{m.partition('.')[0]}_{op}": m for m, ops in _MODULES.items() for op in ops.split()}
 OPS = tuple(_PLANS)
 # What is no op: context parallelism calls it between ops.
 _PLANS |= dict.fromkeys(("selection_join", "selection_part_gradients"), "selection.join_plan")

@@ -22,6 +22,8 @@ FEW_TOKENS = 256
 PRE_FEW_TOKENS = 64
 # Registers that ptxas may give a thread of their coefficients and collapse: without it, it loads 14 parts at a time.
 BLOCKS_MAXNREG = 200
+# The second stage of the parameter gradients: columns of dphi per program, rows of partial sums at a time.
+FINISH_COLUMNS, FINISH_ROWS = 32, 32
 
 
 def few(b: Any, T: Any) -> bool:
@@ -63,6 +65,10 @@ class RowsConfig:
     num_warps: int
 
 
+COEFFICIENTS = RowsConfig(8, 1)
+"""The configuration of the coefficients alone; more tokens spill."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
     """Configuration of kernels that process BD columns of one token at a time."""
@@ -98,15 +104,6 @@ class DphiConfig:
     num_stages: int
 
 
-@dataclasses.dataclass(frozen=True)
-class FinishConfig:
-    """Configuration of the second stage: BK columns of dphi per program, BP rows of partial sums at a time."""
-
-    BK: int
-    BP: int
-    num_warps: int
-
-
 def _small(props: Any) -> bool:
     """Returns whether a block of this device has at most about 100 kB of shared memory."""
     return props.backend == "hip" or props.arch in (86, 89, 120, 121)
@@ -129,11 +126,6 @@ def pre_config(props: Any, K: int, D: int, MP: int, bf16: bool) -> PreConfig:
 def rows_config(n: int) -> RowsConfig:
     """Returns the configuration of kernels on n x n matrices."""
     return RowsConfig(32 if n <= 4 else 8, 1)
-
-
-def coefficients_config(n: int) -> RowsConfig:
-    """Returns the configuration of the coefficients alone; more tokens spill."""
-    return RowsConfig(8, 1)
 
 
 @tunable("mhc.post", BD=(128, 256, 512, 1024, 2048), num_warps=(1, 2, 4, 8))
@@ -182,8 +174,3 @@ def dphi_config(props: Any, K: int, MP: int, terms: int) -> DphiConfig:
         stages = 2
     programs = Z * -(-K // BK)
     return DphiConfig(min(16, max(1, -(-3 * props.sm_count // programs))), Z, fold, R, BK, warps, stages)
-
-
-def finish_config(MP: int) -> FinishConfig:
-    """Returns the configuration of the second stage of the parameter gradients."""
-    return FinishConfig(32, 32, 4)

@@ -24,6 +24,8 @@ from .backward import (
 )
 from .common import mhc_sinkhorn, mhc_sinkhorn_backward
 from .config import (
+    FINISH_COLUMNS,
+    FINISH_ROWS,
     GROUP,
     GROUPS,
     SMALL_T,
@@ -31,7 +33,6 @@ from .config import (
     dots_config,
     dphi_config,
     dx_config,
-    finish_config,
     post_backward_config,
     post_config,
     pre_config,
@@ -239,11 +240,10 @@ def _param_grads(b: Any, s: Dims, d: dict[str, Any], x: Any, phi: Any, gamma: An
     part = b.empty((parts, s.MP, s.K), b.f32)
     steps = b.cdiv(b.cdiv(s.T, chunk.R), chunk.C)
     launch(b, mhc_pre_backward_dphi, (-(-s.K // chunk.BK), parts), chunk, s.values(), d, x=x, part=part, STEPS=steps)
-    f = finish_config(s.MP)
     launch(
-        b, mhc_pre_backward_finish, -(-s.K // f.BK) + 1, f, s.values(), d, part=part, phi=phi, gamma=gamma, dphi=dphi,
+        b, mhc_pre_backward_finish, -(-s.K // FINISH_COLUMNS) + 1, (4, 1), s.values(), d, part=part, phi=phi, gamma=gamma, dphi=dphi,
         dgamma=dgamma if gamma is not None else None, dalpha=dalpha, dbias=dbias, A=b.static(b.shape(dalpha)[0]),
-        PARTS=parts, HAS_GAMMA=gamma is not None,
+        PARTS=parts, BK=FINISH_COLUMNS, BP=FINISH_ROWS, HAS_GAMMA=gamma is not None,
     )  # fmt: skip
 
 

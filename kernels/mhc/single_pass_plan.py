@@ -13,7 +13,7 @@ from typing import Any
 from ..launch import launch
 from ..operands import contiguous, power_of_two
 from .blocks import mhc_blocks_coefficients
-from .config import BLOCKS_MAXNREG, GROUP, GROUPS, coefficients_config, dots_config, few, post_config, pre_config
+from .config import BLOCKS_MAXNREG, COEFFICIENTS, GROUP, GROUPS, dots_config, few, post_config, pre_config
 from .fused_plan import launch_post_project
 from .gluon import post_project
 from .plan import backward, empty_grads, post, project, unsupported
@@ -30,8 +30,7 @@ def _outputs(out: dict[str, Any]) -> tuple[Any, ...]:
 
 def _of_parts(b: Any, s: Dims, values: dict[str, Any], RUN: Any, groups: int, group: int) -> None:
     """Launches the coefficients from ``groups`` groups of parts."""
-    c = coefficients_config(s.n)
-    launch(b, mhc_coefficients, b.cdiv(s.T, c.BC), c, values, RUN=RUN, GROUPS=groups, GROUP=group)
+    launch(b, mhc_coefficients, b.cdiv(s.T, COEFFICIENTS.BC), COEFFICIENTS, values, RUN=RUN, GROUPS=groups, GROUP=group)
 
 
 def _of_streams(b: Any, s: Dims, x: Any, params: tuple[Any, ...], out: dict[str, Any], o: Options) -> None:
@@ -107,7 +106,7 @@ def plan_mhc_single_pass(
         S, values = c.slices(s.D), dict(of_tokens(s, out, params, o), part=part)
         if few(b, s.T):
             values.update(NB=c.NB, S=S, SP=power_of_two(S), maxnreg=BLOCKS_MAXNREG)
-            launch(b, mhc_blocks_coefficients, s.T, coefficients_config(s.n), values)
+            launch(b, mhc_blocks_coefficients, s.T, COEFFICIENTS, values)
         else:
             _of_parts(b, s, values, S, S, S)
     return x_out, h_in, *_outputs(out)

@@ -198,26 +198,6 @@ def plan_selection_entry_attention(
 # --- backward -----------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Gradients:
-    """Tensors of the backward that do not depend on the chunk.
-
-    With a bias, lse2 is lse, and delta has no part of ``dlse``: ``total`` and ``of_lse`` are those of
-    ``selection_list_totals``, else None.
-    """
-
-    dout: Any
-    lse2: Any
-    delta: Any
-    total: Any
-    of_lse: Any
-    dq: Any
-    dk: Any
-    dv: Any
-    acc_k: Any
-    acc_v: Any
-
-
 def chunk_of(b: Any, S: int, groups: int, N: int, columns: int, programs: int, S_kv: int) -> int:
     """Returns the number of queries of a chunk, within the workspaces PAIRS and TABLE.
 
@@ -287,9 +267,13 @@ def plan_lists_backward(
     many = rows < S
     acc_k, acc_v = (b.empty(b.shape(t) if many else (0,), b.f32) for t in (dk, dv))
     total, of_lse = _plan_totals(b, call, dlse, sink, lse) if bias else (None, None)
-    grads = _Gradients(dout, lse if bias else lse2, delta, total, of_lse, dq, dk, dv, acc_k, acc_v)
+    # With a bias, lse2 is lse, and delta has no part of dlse: total and of_lse are those of ``selection_list_totals``.
+    grads = dict(
+        dout=dout, lse2=lse if bias else lse2, delta=delta, total=total, of_lse=of_lse, dq=dq, DOUT=dout is not None
+    )
+    outs = [(acc_k, dk)] if v is None or dout is None else [(acc_k, dk), (acc_v, dv)]
     for first in range(0, S, rows):
-        _plan_chunk(b, call, grads, v is None, lists.repeats, B, S_kv, rows, first)
+        _plan_chunk(b, call, grads, outs, v is None, lists.repeats, B, rows, first)
     return dq, dk, dv, dsink
 
 
@@ -308,30 +292,35 @@ def _plan_totals(b: Any, call: _Call, dlse: Any, sink: Any, lse: Any) -> tuple[A
 
 
 def _plan_chunk(
-    b: Any, call: _Call, x: _Gradients, shared: bool, repeats: bool, B: int, S_kv: int, size: int, first: int
+    b: Any,
+    call: _Call,
+    grads: dict[str, Any],
+    outs: list[Any],
+    shared: bool,
+    repeats: bool,
+    B: int,
+    size: int,
+    first: int,
 ) -> None:
-    """Launches the kernels of at most ``size`` queries from ``first`` on."""
+    """Launches the kernels of at most ``size`` queries from ``first`` on. outs: sums and gradient of keys, and of values."""
     n = call.values
-    S, G, N, H, DK, DV = (n[name] for name in ("S", "G", "N", "H", "DK", "DV"))
+    S, G, N, H, dtype = *(n[name] for name in ("S", "G", "N", "H")), b.dtype(n["q"])
     rows = min(size, S - first)
-    dtype = b.dtype(n["q"])
-    lines, has_dout = B * G * rows, x.dout is not None
+    lines = B * G * rows
     ds = b.empty((lines, H, N), dtype)
-    p = b.empty((lines, H, N), dtype) if has_dout else ds
+    p = b.empty((lines, H, N), dtype) if grads["DOUT"] else ds
     # The values of all kernels of a chunk.
-    chunk = dict(n, p=p, ds=ds, first=first, rows=rows, DOUT=has_dout, dout=x.dout if has_dout else ds)
-    _plan_dq(b, call, x, chunk, lines)
-    kept = rows_dtype(b, dtype)
-    part_k = b.empty((lines, N, DK), kept)
-    part_v = b.empty((0,) if shared else (lines, N, DV), kept)
-    for factor in ((ds, p) if has_dout else (ds,)) if repeats else ():
+    chunk = dict(n, **grads, p=p, ds=ds, first=first, rows=rows)
+    if not grads["DOUT"]:
+        chunk["dout"] = ds
+    _plan_dq(b, call, chunk, lines)
+    kept, widths = rows_dtype(b, dtype), (n["DK"], n["DV"])
+    parts = [b.empty((0,) if shared and i else (lines, N, D), kept) for i, D in enumerate(widths)]
+    for factor in ((ds, p) if grads["DOUT"] else (ds,)) if repeats else ():
         launch(b, selection_list_fold, lines, (4, 1), chunk, factor=factor, NP=power_of_two(N))
-    with_v = has_dout and not shared
-    _plan_rows(b, call, chunk, lines, part_k, part_v, with_v)
-    outs = [(part_k, x.acc_k, x.dk, DK)]
-    if with_v:
-        outs.append((part_v, x.acc_v, x.dv, DV))
-    plan_sums(b, int(repeats), B, S_kv, size, chunk, outs)
+    _plan_rows(b, call, chunk, lines, *parts, len(outs) == 2)
+    sums = [(part, *out, D) for part, out, D in zip(parts, outs, widths, strict=False)]
+    plan_sums(b, int(repeats), B, n["S_kv"], size, chunk, sums)
 
 
 def _plan_rows(b: Any, call: _Call, chunk: dict[str, Any], lines: int, part_k: Any, part_v: Any, with_v: bool) -> None:
@@ -377,18 +366,17 @@ def rows_dtype(b: Any, dtype: Any) -> Any:
     return b.bf16 if dtype == b.bf16 else b.f32
 
 
-def _plan_dq(b: Any, call: _Call, x: _Gradients, chunk: dict[str, Any], lines: int) -> None:
+def _plan_dq(b: Any, call: _Call, chunk: dict[str, Any], lines: int) -> None:
     """Launches the kernels of dQ, p and ds of a chunk's queries."""
     c, H, DK = call.config, chunk["H"], chunk["DK"]
-    values = dict(chunk, lse2=x.lse2, delta=x.delta, total=x.total, of_lse=x.of_lse, dq=x.dq)
     programs = lines * call.heads
     if call.kernel:
-        launch(b, call.kernel, programs, c, values)
+        launch(b, call.kernel, programs, c, chunk)
         return
     NS = splits(b, programs, c.per) if chunk["rows"] == chunk["S"] else 1
     part = b.empty((lines * NS if NS > 1 else 0, H, DK), b.f32)
-    launch(b, selection_list_dq, programs * NS, c, values, part=part, NS=NS)
-    plan_dq_sum(b, part, x.dq, lines * H if NS > 1 else 0, NS, COMBINE)
+    launch(b, selection_list_dq, programs * NS, c, chunk, part=part, NS=NS)
+    plan_dq_sum(b, part, chunk["dq"], lines * H if NS > 1 else 0, NS, COMBINE)
 
 
 def plan_invert(b: Any, slots: Any, inverse: Any, sizes: Any, N: int) -> None:
