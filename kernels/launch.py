@@ -102,28 +102,28 @@ def launch(b: Any, kernel: Any, grid: Any, config: Any, *values: Mapping[str, An
     b.launch(kernel, grid, args, constexprs, *sizes)
 
 
-class EagerBuilder:
-    """Executes a launch plan on torch tensors of one device."""
+class Builder:
+    """What all builders have: a device and names of dtypes."""
 
-    f32 = torch.float32
-    bf16 = torch.bfloat16
-    i16 = torch.int16
-    i32 = torch.int32
-    i64 = torch.int64
+    f32, bf16, i16, i32, i64 = torch.float32, torch.bfloat16, torch.int16, torch.int32, torch.int64
 
     def __init__(self, device: torch.device, props: DeviceProps | None = None) -> None:
         self.device = device
         self._props = props
 
     @property
+    def precision(self) -> str:
+        """Returns torch's float32 matmul precision, which is part of Inductor's cache key and of Dynamo's guards."""
+        return matmul_precision()
+
+
+class EagerBuilder(Builder):
+    """Executes a launch plan on torch tensors of one device."""
+
+    @property
     def gluon(self) -> bool:
         """Returns whether Gluon kernels can be launched here."""
         return self.device.type == "cuda" and self.device_props().backend == "cuda"
-
-    @property
-    def precision(self) -> str:
-        """Returns torch's float32 matmul precision."""
-        return matmul_precision()
 
     @property
     def deterministic(self) -> bool:
@@ -202,14 +202,9 @@ class EagerBuilder:
         return max(a, b)
 
     def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        args: Mapping[str, Any],
-        constexprs: Mapping[str, Any],
-        num_warps: int,
+        self, kernel: Any, grid: tuple[int, ...], args: Mapping[str, Any], constexprs: Mapping[str, Any], num_warps: int,
         num_stages: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Launches ``kernel``, unless the grid is empty. ``args`` are tensors, scalars or None, by parameter name."""
         if any(g == 0 for g in grid):
             return
@@ -231,13 +226,8 @@ class Recorder(EagerBuilder):
         return self.device_props().backend == "cuda"
 
     def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        args: Mapping[str, Any],
-        constexprs: Mapping[str, Any],
-        num_warps: int,
+        self, kernel: Any, grid: tuple[int, ...], args: Mapping[str, Any], constexprs: Mapping[str, Any], num_warps: int,
         num_stages: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Records one launch."""
         self.launches.append((kernel, dict(args), dict(constexprs), num_warps, num_stages))

@@ -10,31 +10,16 @@ import sympy
 import torch
 
 from mhc_inductor import compat
-from mhc_inductor.kernels.launch import DeviceProps, device_props
+from mhc_inductor.kernels.launch import Builder, DeviceProps, device_props
 
 
-class LoweringBuilder:
+class LoweringBuilder(Builder):
     """Emits a launch plan as Inductor IR. Sizes are ints, or sympy expressions in a dynamic graph.
 
     The methods do what those of :class:`mhc_inductor.kernels.launch.EagerBuilder` do, on IR nodes instead of tensors.
     """
 
-    f32 = torch.float32
-    bf16 = torch.bfloat16
-    i16 = torch.int16
-    i32 = torch.int32
-    i64 = torch.int64
     gluon = False  # Inductor's Triton-kernel HOP emits a Gluon kernel as plain Triton, which fails
-
-    def __init__(self, device: torch.device, props: DeviceProps | None = None) -> None:
-        self.device = device
-        self._props = props
-
-    @property
-    def precision(self) -> str:
-        """Returns torch's float32 matmul precision."""
-        # It is part of Inductor's cache key and of Dynamo's guards.
-        return compat.matmul_precision()
 
     @property
     def deterministic(self) -> bool:
@@ -110,14 +95,9 @@ class LoweringBuilder:
         return int(value) if isinstance(value, sympy.Integer) else value
 
     def launch(
-        self,
-        kernel: Any,
-        grid: tuple[Any, ...],
-        args: Mapping[str, Any],
-        constexprs: Mapping[str, Any],
-        num_warps: int,
+        self, kernel: Any, grid: tuple[Any, ...], args: Mapping[str, Any], constexprs: Mapping[str, Any], num_warps: int,
         num_stages: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Emits one launch of ``kernel``. ``args`` are tensors, sizes, scalars or None, by parameter name."""
         fixed = tuple(sorted(constexprs.items()))
         configured = compat.lowerings.configured_kernel(
