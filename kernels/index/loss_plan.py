@@ -92,11 +92,11 @@ def _plan_heads(
         values |= strides(b, factors, "sfb sfs sfg sfh" if groups else "sfb sfs sfh")
     if target and factors is not None and rows_fit(b, q, k):
         found = kernels(b, SHARED, "the loss of an indexer", "index.gluon_target:index_list_target_wgmma")
-        blocks = -(-H // HEADS)
-        for each in range(G * blocks) if found else ():
-            values |= dict(g=each // blocks, hb=each % blocks, DK=D, DV=VALUES, KT=TAIL if D > VALUES else 0)
-            launch(b, found[0], B * S, (4, 1), values, FIRST=each == 0)
-        if found:
+        if found is not None:
+            blocks = -(-H // HEADS)
+            for each in range(G * blocks):
+                values |= dict(g=each // blocks, hb=each % blocks, DK=D, DV=VALUES, KT=TAIL if D > VALUES else 0)
+                launch(b, found[0], B * S, (4, 1), values, FIRST=each == 0)
             return
     props = b.device_props()
     c = list_config(H, D, D, b.dtype(q).itemsize, props.backend, props.arch, True)

@@ -81,7 +81,7 @@ def _forward(
     found = post_project(b, *post[:2])
     if found is not None:
         return _slices(b, *found, post, transpose_res, params, o, has_post)
-    x_out = plan_mhc_post(b, *post, transpose_res)
+    x_out = plan_mhc_post(b, *post, transpose_res=transpose_res)
     return x_out, *plan_pre(b, x_out, params, o, has_post)
 
 

@@ -191,13 +191,14 @@ def _dots(b: Any, s: Dims, dh_in: Any, x: Any) -> Any:
 
 
 def _logit_grads(
-    b: Any, s: Dims, dh_pre: Any, dh_post: Any, dh_res: Any, x: Any, alpha: Any, bias: Any, h_mix: Any, inv: Any,
-    o: Options, has_post: bool,
+    b: Any, s: Dims, coefficients: tuple[Any, ...], x: Any, alpha: Any, bias: Any, h_mix: Any, inv: Any, o: Options,
+    has_post: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Launches the coefficients' backward, which computes dh_mix; all tensors must be contiguous.
 
     Returns the values that dx and the parameter gradients need (see ``backward.py``).
     """
+    dh_pre, dh_post, dh_res = coefficients
     if not s.has_res:
         dh_res = None
     r = rows_config(s.n)
@@ -282,16 +283,16 @@ def backward(
     (phi, alpha, bias, gamma), site = contiguous(b, *params), contiguous(b, *site)
     if len(coefficients) < 3:
         coefficients = (_dots(b, s, dh_in, x), *coefficients)
-    d = _logit_grads(b, s, *coefficients, x, alpha, bias, h_mix, inv, o, has_post)
+    d = _logit_grads(b, s, coefficients, x, alpha, bias, h_mix, inv, o, has_post)
     # With a site, the whole gradient of x: dx_acc is added in fp32, and the sum is rounded once.
     g = b.empty(b.shape(x), b.dtype(x)) if site else grads[0]
     _pre_dx(b, s, d, dh_in, x, phi, gamma, h_pre, dx_acc, g)
     if len(site) == 4:
-        _post_grads(b, g, *site, transpose_res, grads[:4])
+        _post_grads(b, g, site, transpose_res, grads[:4])
     elif site:
         dh_pre = grads[4] if dh_in is not None else b.zeros(b.shape(site[4]), b.dtype(site[4]))
         grads = (*grads[:4], dh_pre, *grads[5:])
-        _post_grads(b, g, *site[:4], transpose_res, grads[:4], dh_in, dh_pre)
+        _post_grads(b, g, site[:4], transpose_res, grads[:4], dh_in, dh_pre)
     _param_grads(b, s, d, x, phi, gamma, grads[-4:])
     return grads
 
@@ -367,19 +368,21 @@ def plan_mhc_post_backward(
     """Launches ``mhc_post_backward``; returns (dx, df, dh_post, dh_res)."""
     grads = empty_grads(b, x, f_out, h_post, h_res)
     if not nothing(b, dims(b, x).T):
-        _post_grads(b, *contiguous(b, g, x, f_out, h_post, h_res), transpose_res, grads)
+        site = contiguous(b, x, f_out, h_post, h_res)
+        _post_grads(b, b.contiguous(g), site, transpose_res, grads)
     return grads
 
 
 def _post_grads(
-    b: Any, g: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool, grads: tuple[Any, ...],
-    dh_in: Any = None, dh_pre: Any = None,
+    b: Any, g: Any, site: tuple[Any, ...], transpose_res: bool, grads: tuple[Any, ...], dh_in: Any = None,
+    dh_pre: Any = None,
 ) -> None:  # fmt: skip
     """Launches the kernel of post's gradients, all contiguous; writes (dx, df, dh_post, dh_res) to ``grads``.
 
-    With ``dh_in``, the gradient of the collapsed streams, also writes that of the collapse's weights to ``dh_pre``.
+    site: (x, f_out, h_post, h_res). With ``dh_in``, the gradient of the collapsed streams, also writes that of the
+    collapse's weights to ``dh_pre``.
     """
-    dx, df, dh_post, dh_res = grads
+    (x, f_out, h_post, h_res), (dx, df, dh_post, dh_res) = site, grads
     s = dims(b, x)
     itemsize = max(b.dtype(v).itemsize for v in (x, f_out, g))
     launch(

@@ -314,25 +314,25 @@ def _plan_chunk(
     if not grads["DOUT"]:
         chunk["dout"] = ds
     _plan_dq(b, call, chunk, lines)
-    kept, widths = rows_dtype(b, dtype), (n["DK"], n["DV"])
-    parts = [b.empty((0,) if shared and i else (lines, N, D), kept) for i, D in enumerate(widths)]
+    kept, columns = rows_dtype(b, dtype), (n["DK"], n["DV"])
+    made = [b.empty((0,) if shared and i else (lines, N, D), kept) for i, D in enumerate(columns)]
     for factor in ((ds, p) if grads["DOUT"] else (ds,)) if repeats else ():
         launch(b, selection_list_fold, lines, (4, 1), chunk, factor=factor, NP=power_of_two(N))
-    _plan_rows(b, call, chunk, lines, *parts, len(outs) == 2)
-    sums = [(part, *out, D) for part, out, D in zip(parts, outs, widths, strict=False)]
+    _plan_rows(b, call, chunk, lines, made, len(outs) == 2)
+    sums = [(part, *out, D) for part, out, D in zip(made, outs, columns, strict=False)]
     plan_sums(b, int(repeats), B, n["S_kv"], size, chunk, sums)
 
 
-def _plan_rows(b: Any, call: _Call, chunk: dict[str, Any], lines: int, part_k: Any, part_v: Any, with_v: bool) -> None:
+def _plan_rows(b: Any, call: _Call, chunk: dict[str, Any], lines: int, made: list[Any], with_v: bool) -> None:
     """Launches the rows of dK, and ``with_v`` those of dV, of a chunk's queries; else those of V's gradient count to dK's."""
     H, DK, DV, q = (chunk[name] for name in ("H", "DK", "DV", "q"))
     if call.rows_kernel and chunk["DOUT"]:
-        launch(b, call.rows_kernel, lines * (DV // 256), (4, 1), chunk, part_k=part_k)
+        launch(b, call.rows_kernel, lines * (DV // 256), (4, 1), chunk, part_k=made[0])
         return
     c = rows_config(H, DK, DV, b.dtype(q).itemsize)
     NKC, NVC = -(-DK // c.DC), -(-DV // c.DC) if with_v else 0
     launch(
-        b, selection_list_rows, lines * (NKC + NVC), c, chunk, part_k=part_k, part_v=part_v, NKC=NKC, NVC=NVC,
+        b, selection_list_rows, lines * (NKC + NVC), c, chunk, part_k=made[0], part_v=made[1], NKC=NKC, NVC=NVC,
         SHARED=not with_v, ALIGN=alignment(b, q),
     )  # fmt: skip
 
