@@ -292,16 +292,8 @@ def _plan_totals(b: Any, call: _Call, dlse: Any, sink: Any, lse: Any) -> tuple[A
 
 
 def _plan_chunk(
-    b: Any,
-    call: _Call,
-    grads: dict[str, Any],
-    outs: list[Any],
-    shared: bool,
-    repeats: bool,
-    B: int,
-    size: int,
-    first: int,
-) -> None:
+    b: Any, call: _Call, grads: dict[str, Any], outs: list[Any], shared: bool, repeats: bool, B: int, size: int, first: int,
+) -> None:  # fmt: skip
     """Launches the kernels of at most ``size`` queries from ``first`` on. outs: sums and gradient of keys, and of values."""
     n = call.values
     S, G, N, H, dtype = *(n[name] for name in ("S", "G", "N", "H")), b.dtype(n["q"])
