@@ -78,10 +78,11 @@ def _forward(
     b: Any, post: tuple[Any, ...], transpose_res: bool, params: tuple[Any, ...], o: Options, has_post: bool = True
 ) -> tuple[Any, ...]:
     """Launches the forward of a fused op. post: (x, f_out, h_post, h_res); params: (phi, alpha, bias, gamma)."""
-    found = post_project(b, *post[:2])
+    x, f_out, h_post, h_res = post
+    found = post_project(b, x, f_out)
     if found is not None:
         return _slices(b, *found, post, transpose_res, params, o, has_post)
-    x_out = plan_mhc_post(b, *post, transpose_res=transpose_res)
+    x_out = plan_mhc_post(b, x, f_out, h_post, h_res, transpose_res)
     return x_out, *plan_pre(b, x_out, params, o, has_post)
 
 
