@@ -174,20 +174,6 @@ def _selection_of_the_readme(results: Results) -> str:
 
 
 _FORMULA = index_targets.COMPILE
-NOT_MEASURED = "Not measured yet."
-
-
-def _if_measured(block: Callable[[Row], str], name: str) -> Callable[[Results], str]:
-    """Returns the maker of a block of one results file, which says so where there is no file."""
-
-    def make(results: Results) -> str:
-        try:
-            result = results(name)
-        except FileNotFoundError:
-            return NOT_MEASURED
-        return block(result)
-
-    return make
 
 
 def _cell(rows: Sequence[Row], **where: Any) -> str:
@@ -343,6 +329,18 @@ def _speed(results: Results) -> str:
     )
 
 
+def _fsdp(results: Results) -> str:
+    """Returns the table of DeepSeek-V4 trained under FSDP2 in three ways."""
+    runs = results("fsdp_v4")["runs"]
+    rows = {
+        "tokens a second": [f"{r['tokens_per_second']:,.0f}" for r in runs],
+        "peak memory of a rank, GiB": [f"{r['peak_bytes'] / 2**30:.2f}" for r in runs],
+        "first step, which compiles, s": [f"{r['first_step_seconds']:.1f}" for r in runs],
+        "loss of the first step, nats a byte": [f"{r['losses'][0]:.4f}" for r in runs],
+    }
+    return markdown(["", *(r["name"] for r in runs)], [[name, *cells] for name, cells in rows.items()])
+
+
 def _readme(results: Results) -> str:
     picture = (
         "![Time on one H200 of this package, torch.compile and other implementations](benchmarks/results/overview.png)"
@@ -410,11 +408,12 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "mhc": _mhc,
     "e79": _e79,
     "selection": _selection,
-    "lists": _if_measured(_lists, "lists"),
-    "index": _if_measured(_index, "index"),
+    "lists": lambda results: _lists(results("lists")),
+    "index": lambda results: _index(results("index")),
     "deepseek_v4": _deepseek,
     "sparse_models": _models,
     "rule": _rule,
+    "fsdp_v4": _fsdp,
     "single_pass": _single_pass,
     "counts": _counts,
     "versions": _versions,

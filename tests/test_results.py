@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Committed results match this tree's sources, and measured numbers on the pages match the results.
-
-Each measured number in README.md or docs/ is followed, on its line, by a comment that names its source:
-
-    218 µs <!-- from: benchmarks/results/mhc.json rows[what=npu_fb][variant=ops].median_us -->
-
-A path is a sequence of keys joined by dots, with ``[3]`` for an item and ``[key=value]`` for the one item of a list
-that has it. The number must be the file's, rounded to the digits that the page shows.
+"""Committed results match this tree's sources; test_pages.py compares the pages with them.
 
 Results of lists and of the index say of every bar whether it is met. A bar of an error or of equal bits must be; one of
 time or memory that is not is named in ``NOT_YET_MET.md``, with the reason.
@@ -14,7 +7,6 @@ time or memory that is not is named in ``NOT_YET_MET.md``, with the reason.
 
 from __future__ import annotations
 
-import decimal
 import json
 import pathlib
 import re
@@ -24,7 +16,6 @@ from typing import Any
 import pytest
 
 from benchmarks import index_targets, lists_targets, running
-from benchmarks.pages import pages
 from benchmarks.source_hash import FOLDERS, ROOT, ROUTING, TESTED, source_hash
 from mhc_inductor import versions
 from tests import all_offline, matrix
@@ -41,63 +32,6 @@ BARS = {
 }
 """Bars and goals of this tree, by results file and row."""
 COUNTS = ("routing_fuzz.json", "routing_spellings.json")
-PAGES = [*pages(), *sorted((ROOT / "examples").glob("*.md"))]
-MARK = re.compile(r"<!--\s*from:(.*?)-->", re.DOTALL)
-# Matches numbers; the last one before the mark counts. A sign, a range's dash or a unit may stand around it.
-NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*\d)")
-STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]|\[([^=\[\]]+)=([^\[\]]*)\]")
-
-
-def follow(value: Any, path: str) -> Any:
-    """Returns the value at ``path``; raises LookupError, naming the step that does not exist."""
-    at = 0
-    while at < len(path):
-        step = STEP.match(path, at)
-        if step is None:
-            raise LookupError(f"cannot read {path[at:]!r} of {path!r}")
-        key, index, name, wanted = step.groups()
-        if name is not None and isinstance(value, list):
-            found = [v for v in value if str(v.get(name)) == wanted]
-            # Further [key=value] steps may still choose among several items.
-            value = found[0] if len(found) == 1 and path[step.end() : step.end() + 1] != "[" else found
-        elif index is not None and isinstance(value, list) and int(index) < len(value):
-            value = value[int(index)]
-        elif key is not None and isinstance(value, dict) and key in value:
-            value = value[key]
-        else:
-            raise LookupError(f"{step.group()!r} of {path!r} is not there")
-        at = step.end()
-    return value
-
-
-def shows(text: str, value: float) -> bool:
-    """Returns whether ``text`` is ``value`` rounded to the digits of ``text``."""
-    shown = decimal.Decimal(text.replace(",", "").replace("−", "-"))
-    unit = decimal.Decimal((0, (1,), int(shown.as_tuple().exponent)))
-    return abs(decimal.Decimal(str(value)) - shown) <= unit / 2
-
-
-def wrong_numbers(page: str, root: pathlib.Path) -> list[str]:
-    """Returns one line for each marked number of a page that is wrong."""
-    wrong = []
-    for mark in MARK.finditer(page):
-        line = page[page.rfind("\n", 0, mark.start()) + 1 : mark.start()]
-        # Another mark on the same line has its own number.
-        numbers = NUMBER.findall(line.rpartition("-->")[2])
-        source = mark.group(1).strip()
-        file, _, path = source.partition(" ")
-        try:
-            value = follow(json.loads((root / file).read_text()), path.strip())
-        except (OSError, ValueError, LookupError) as e:
-            wrong.append(f"{source}: {e}")
-            continue
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            wrong.append(f"{source}: no number there, but {str(value)[:60]}")
-        elif not numbers:
-            wrong.append(f"{source}: no number before the mark on its line")
-        elif not shows(numbers[-1], value):
-            wrong.append(f"{source}: the page says {numbers[-1]}, the file {value}")
-    return wrong
 
 
 def _read_note(note: pathlib.Path, digest: str) -> tuple[bool, bool]:
@@ -242,23 +176,40 @@ def test_counts_are_of_this_routing():
     assert not uncounted(RESULTS, source_hash(folders=ROUTING))
 
 
+REASON = " Only the words of near misses, or of a test, have changed since then."
+COUNTED: dict[str, Any] = {
+    "routing": (uncounted, NOT_COUNTED, lambda of, others: {name: {"routing_sha256": of} for name in COUNTS}),
+    "code": (
+        untested,
+        NOT_TESTED,
+        lambda of, others: {each_commit.RESULT.name: {"tested_sources_sha256": of, "others": others}},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", COUNTED)
 @pytest.mark.parametrize(
-    ("counted", "note", "expected"),
+    ("counted", "others", "note", "expected"),
     [
-        ("a" * 64, None, None),
-        ("b" * 64, None, "of another routing"),
-        ("b" * 64, "a" * 64, "of another routing"),
-        ("b" * 64, "a" * 64 + " Only the words of near misses have changed since then.", None),
-        ("a" * 64, "a" * 64 + " Only the words of near misses have changed since then.", "delete it"),
+        ("a" * 64, ["skipped: tests/test_a.py::test"], None, None),
+        ("a" * 64, ["failed: tests/test_a.py::test"], None, "failed: "),
+        ("b" * 64, [], None, "of another"),
+        ("b" * 64, [], "a" * 64, "of another"),
+        ("b" * 64, [], "a" * 64 + REASON, None),
+        ("a" * 64, [], "a" * 64 + REASON, "delete it"),
     ],
 )
-def test_what_counts_as_counted(tmp_path, counted, note, expected):
-    for name in COUNTS:
-        (tmp_path / name).write_text(json.dumps({"routing_sha256": counted}))
+def test_what_counts_as_counted(tmp_path, what, counted, others, note, expected):
+    check, place, files = COUNTED[what]
+    for name, content in files(counted, others).items():
+        (tmp_path / name).write_text(json.dumps(content))
     if note is not None:
-        (tmp_path / NOT_COUNTED.name).write_text(note)
-    found = uncounted(tmp_path, "a" * 64)
-    assert not found if expected is None else [expected in line for line in found] == [True]
+        (tmp_path / place.name).write_text(note)
+    found = check(tmp_path, "a" * 64)
+    if expected is None or (what, expected) == ("routing", "failed: "):
+        assert not found
+    else:
+        assert [expected in line for line in found] == [True]
 
 
 def test_every_case_of_every_test_has_run():
@@ -268,26 +219,6 @@ def test_every_case_of_every_test_has_run():
         return  # a run of earlier code, which NOT_YET_TESTED.md names
     families, _ = each_commit.recorded()["tests/test_sparse_models.py::test_routed_of_all_and_the_same_results"]
     assert families == each_commit.FAMILY_CASES
-
-
-@pytest.mark.parametrize(
-    ("tested", "others", "note", "expected"),
-    [
-        ("a" * 64, ["skipped: tests/test_a.py::test"], None, None),
-        ("a" * 64, ["failed: tests/test_a.py::test"], None, "failed: "),
-        ("b" * 64, [], None, "of another code"),
-        ("b" * 64, [], "a" * 64, "of another code"),
-        ("b" * 64, [], "a" * 64 + " Only a test was made shorter since the run of all.", None),
-        ("a" * 64, [], "a" * 64 + " Only a test was made shorter since the run of all.", "delete it"),
-    ],
-)
-def test_what_counts_as_tested(tmp_path, tested, others, note, expected):
-    run = {"tested_sources_sha256": tested, "others": others}
-    (tmp_path / each_commit.RESULT.name).write_text(json.dumps(run))
-    if note is not None:
-        (tmp_path / NOT_TESTED.name).write_text(note)
-    found = untested(tmp_path, "a" * 64)
-    assert not found if expected is None else [expected in line for line in found] == [True]
 
 
 def _minors(name: str) -> set[tuple[int, int]]:
@@ -317,13 +248,8 @@ def test_every_kernel_was_compiled_in_every_case_for_every_target():
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_numbers_of_the_pages_are_in_the_results(page):
-    assert not wrong_numbers(page.read_text(), ROOT)
-
-
 A, B = "a" * 64, "b" * 64
-REASON = f"# Not yet measured\n\n{A}\n\nThe machine with the GPU was not to be had on that day."
+WHY_NOT = f"# Not yet measured\n\n{A}\n\nThe machine with the GPU was not to be had on that day."
 
 
 @pytest.mark.parametrize(
@@ -331,17 +257,17 @@ REASON = f"# Not yet measured\n\n{A}\n\nThe machine with the GPU was not to be h
     [
         ({"mhc.json": (A, "cuda")}, None, None),
         ({"mhc.json": (A, "cuda"), "old.json": (B, "cuda")}, None, None),
-        ({}, REASON, None),
-        ({"mhc.json": (B, "cuda")}, REASON, None),
+        ({}, WHY_NOT, None),
+        ({"mhc.json": (B, "cuda")}, WHY_NOT, None),
         ({}, None, "no results of a GPU"),
         ({"mhc.json": (B, "cuda")}, None, "no results of a GPU"),
         ({"mhc-cpu.json": (A, "cpu")}, None, "no results of a GPU"),
         ({"mhc-partial.json": (A, "cuda")}, None, "no results of a GPU"),
         ({"multi_gpu.json": (A, "cuda")}, None, "no results of a GPU"),
-        ({}, REASON.replace(A, B), "no results of a GPU"),
+        ({}, WHY_NOT.replace(A, B), "no results of a GPU"),
         ({}, A, "no reason"),
-        ({"mhc.json": (A, "cuda")}, REASON, "delete it"),
-        ({"mhc.json": (None, "cuda")}, REASON, "has no kernel_sources_sha256"),
+        ({"mhc.json": (A, "cuda")}, WHY_NOT, "delete it"),
+        ({"mhc.json": (None, "cuda")}, WHY_NOT, "has no kernel_sources_sha256"),
     ],
 )
 def test_what_counts_as_measured(tmp_path, files, note, expected):
@@ -352,40 +278,6 @@ def test_what_counts_as_measured(tmp_path, files, note, expected):
         (tmp_path / NOT_YET.name).write_text(note)
     found = problems(tmp_path, A)
     assert not found if expected is None else [expected in line for line in found] == [True]
-
-
-RESULT = {
-    "rows": [{"dim": 64, "v": "ops", "us": 217.6}, {"dim": 64, "v": "a, b", "us": 1234.5}],
-    "small": 2.44e-5,
-}
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("takes 217.6 µs <!-- from: r.json rows[0].us --> at D = 64", None),
-        ("| D = 64 | 218 µs<!-- from: r.json rows[dim=64][v=ops].us --> |", None),
-        ("1,234.5 <!-- from: r.json rows[v=a, b].us -->, 2.4e-5 <!-- from: r.json small -->", None),
-        ("0.000024 <!--from: r.json small-->", None),
-        ("2.4e-05 <!-- from: r.json small -->", None),
-        ("no mark: 5", None),
-        ("217 <!-- from: r.json rows[0].us -->", "says 217,"),
-        ("217.5 <!-- from: r.json rows[0].us -->", "says 217.5,"),
-        ("-218 <!-- from: r.json rows[0].us -->", "says -218,"),
-        ("218 and\nno number <!-- from: r.json rows[0].us -->", "no number before"),
-        ("218 <!-- from: r.json rows[0].us --> <!-- from: r.json small -->", "no number before"),
-        ("218 <!-- from: r.json rows[dim=64].us -->", "is not there"),
-        ("218 <!-- from: r.json rows[v=no].us -->", "is not there"),
-        ("218 <!-- from: r.json rows[2].us -->", "is not there"),
-        ("218 <!-- from: r.json rows -->", "no number there"),
-        ("218 <!-- from: no.json rows -->", "No such file"),
-        ("218 <!-- from: -->", "s a directory"),
-    ],
-)
-def test_the_check_of_numbers(tmp_path, line, expected):
-    (tmp_path / "r.json").write_text(json.dumps(RESULT))
-    wrong = wrong_numbers(line + "\n", tmp_path)
-    assert not wrong if expected is None else [expected in w for w in wrong] == [True]
 
 
 def _index_result() -> dict[str, Any]:
