@@ -8,10 +8,12 @@ and ``table FILE``.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import pathlib
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 try:
@@ -20,34 +22,73 @@ try:
 except ImportError as e:
     sys.exit(f"the benchmarks need typer, rich and matplotlib: {e}")
 
+import torch
+
+from . import running
 from .pages import RESULTS
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 console = Console(width=None if sys.stdout.isatty() else 140)
-_TEMPORARY = pathlib.Path(tempfile.gettempdir())
-SPARSE_KEPT = _TEMPORARY / "mhc_inductor_sparse_models"
-KEPT = _TEMPORARY / "mhc_inductor_deepseek_v4"
-WAYS_KEPT = _TEMPORARY / "mhc_inductor_ways"
 
 # ---- options
 
-Device = Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")]
-DeviceTiny = Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu (tiny shapes).")]
-DeviceKind = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds; every variant once a round.")]
-RoundsAtMost = Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")]
-Warm = Annotated[bool, typer.Option(help="Compile everything first, in processes side by side.")]
-Toy = Annotated[bool, typer.Option("--toy", help="Tiny models, for trying it out; the only ones on a CPU.")]
-OutAll = Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")]
-OutPictures = Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNGs.")]
-OutTable = Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the Markdown table.")]
-OutShort = Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the table.")]
-Kept = Annotated[
-    pathlib.Path, typer.Option(help="Where finished rows are kept, so that a run goes on where it stopped.")
-]
-Later = Annotated[pathlib.Path, typer.Argument(exists=True, dir_okay=False, help="JSON of the later run.")]
-Into = Annotated[pathlib.Path, typer.Option(help="JSON of the run to complete.")]
+File, Folder = pathlib.Path, pathlib.Path
+Later = Annotated[File, typer.Argument(exists=True, dir_okay=False, help="JSON of the later run.")]
+Into = Annotated[File, typer.Option(help="JSON of the run to complete.")]
+OPTIONS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "part": (str, "", {"help": "Some of its parts, by comma; another word names all that there are."}),
+    "peers": (bool, False, {"help": "Measure other implementations too, where they import."}),
+    "quick": (bool, False, {"help": "Times and errors of the op alone, and few rounds."}),
+    "device": (str, "auto", {"help": "auto, cuda, cuda:N or cpu, where shapes are tiny."}),
+    "rounds": (int, 20, {"min": 1, "help": "Timed rounds at most; a long call gets fewer."}),
+    "compiled": (bool, True, {"help": "Measure compiled calls as well as direct op calls."}),
+    "seed": (int | None, None, {"help": "Seed of the inputs; fresh and recorded when left out."}),
+    "budget": (float, 1500.0, {"min": 0, "help": "Seconds after which nothing is begun that may be left out."}),
+    "limit": (float, 300.0, {"min": 1, "help": "Seconds that one process, or one cell, may take."}),
+    "tokens": (int | None, None, {"min": 1, "help": "Another token count than the table's."}),
+    "dim": (int | None, None, {"min": 16, "help": "Another D than the table's."}),
+    "sizes": (str, "", {"help": "Some n, by comma; the table's when left out."}),
+    "batch": (int | None, None, {"min": 1, "help": "Another B than the table's."}),
+    "steps": (int | None, None, {"min": 1, "help": "Another T than the table's."}),
+    "small": (bool, False, {"hidden": True, "help": "Tiny shapes: to try the run out."}),
+    "resume": (File | None, None, {"exists": True, "dir_okay": False, "help": "JSON of a run to go on from."}),
+    "only": (str, "", {"help": "Words of names of what to measure, by comma."}),
+    "parts": (str, "", {"help": "Some of checks,fsdp,scaling,context,failures."}),
+    "variant": (str, "", {"help": "Some of the variants, by comma."}),
+    "ranks": (int, 0, {"min": 0, "help": "Processes, each with a GPU; 0: as many as there are GPUs."}),
+    "jobs": (int, 4, {"min": 1, "help": "Processes side by side."}),
+    "toy": (bool, False, {"help": "Tiny models, for trying it out; the only ones on a CPU."}),
+    "keep": (
+        Folder,
+        RESULTS,
+        {"help": "Where rows, caches and logs are kept, so that a run goes on where it stopped."},
+    ),
+    "out": (Folder, RESULTS, {"help": "Folder for the JSON, the Markdown table and the pictures."}),
+}
+"""The type of an option, its usual default, and what typer is told of it."""
+FLAGS = {"part": ("--part", "--only", "--rows")}
+
+
+def _command(name: str, about: str, *words: str, **defaults: Any) -> Callable[[Callable[..., None]], None]:
+    """Registers a function as a command: ``words`` are its options, ``defaults`` of those that have others."""
+    made = []
+    for word in (*words, "out"):
+        kind, default, told = OPTIONS[word]
+        default = defaults.get(word, default)
+        if word == "keep":
+            default = pathlib.Path(tempfile.gettempdir()) / f"mhc_inductor_{name}"
+        flags = FLAGS.get(word, (f"--{word}/--no-{word}" if default is True else f"--{word}",))
+        kind = Annotated[kind, typer.Option(*flags, **told)]
+        made.append(inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+
+    def register(run: Callable[..., None]) -> None:
+        def call(**given: Any) -> None:
+            run(**given)
+
+        call.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
+        app.command(name, help=about)(call)
+
+    return register
 
 
 # ---- what commands share
@@ -65,180 +106,122 @@ def _list(text: str) -> tuple[str, ...]:
     return tuple(w.strip() for w in text.split(",") if w.strip())
 
 
-def _words(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
-    chosen = _list(text) or known
+def _words(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
+    chosen = _list(text) or tuple(known)
     if unknown := [w for w in chosen if w not in known]:
         raise typer.BadParameter(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}")
     return chosen
 
 
 def _device(name: str) -> str:
-    import torch
-
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _usual(run: Any, device: str) -> tuple[str, ...]:
-    """Returns the parts that are run where none are named."""
-    import torch
-
-    parts: tuple[str, ...] = run.GPU_PARTS if torch.cuda.is_available() and device != "cpu" else run.CPU_PARTS
-    return parts
-
-
-def _whole(run: Any, settings: Any) -> bool:
-    """Returns whether a run has all parts that there are for its device."""
-    parts = run.GPU_PARTS if settings.resolve().type == "cuda" else run.CPU_PARTS
-    return bool(settings.parts == parts)
-
-
-def _run(run: Any, settings: Any, out: pathlib.Path, stem: str, whole: bool, as_named: bool = False) -> None:
-    """Makes a run of a benchmark module, writes its files and prints its table; exits with 1 if a part failed.
-
-    The files' stem gets -cpu and -partial where they hold, unless it is ``as_named``.
-    """
-    import torch
-
-    from . import running
-
-    where = settings.resolve()
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    else:
-        console.print(run.Run.notice, style="yellow")
-    if not as_named:
-        stem += ("" if where.type == "cuda" else "-cpu") + ("" if whole else "-partial")
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{stem}.json"
-    result = run.Run(settings, lambda found: running.save(found, path), _say).run()
-    run.write(result, path)
-    _shown(run.table(_read(path)))
-    if result["skipped"].keys() & set(getattr(run, "PARTS", ())):
-        raise typer.Exit(1)
 
 
 def _read(path: pathlib.Path) -> Any:
     return json.loads(path.read_text())
 
 
-# ---- operators
+def _path(out: pathlib.Path, stem: str, **ends: bool) -> pathlib.Path:
+    """Returns the JSON of a run in a folder, which is made; its stem gets each of the ends that hold."""
+    out.mkdir(parents=True, exist_ok=True)
+    return out / f"{stem}{''.join(f'-{end}' for end, holds in ends.items() if holds)}.json"
 
 
-@app.command()
-def mhc(
-    peers: Annotated[bool, typer.Option("--peers", help="Measure eager, torch.compile and liger-kernel too.")] = False,
-    device: Device = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="D = 4096, npu and accuracy only; 20 rounds.")] = False,
-    rows: Annotated[str, typer.Option(help="Groups to run, by comma: 2560,4096,7168,npu,decode,memory,...")] = "",
-    rounds: Rounds = 40,
-    compiled: Annotated[bool, typer.Option(help="Measure compiled steps as well as direct op calls.")] = True,
-    seed: Seed = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Another token count than the table's.")] = None,
-    dim: Annotated[int | None, typer.Option(min=16, help="Another D than the table's.")] = None,
-    out: OutAll = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the files; mhc when left out, with -cpu or -partial.")] = "",
-) -> None:
-    """Measures the mHC operators: time, memory, errors against fp64, and bitwise determinism."""
-    from . import mhc as run
-
-    chosen = _words(rows, run.GROUPS, "rows") if rows else run.QUICK_GROUPS if quick else run.GROUPS
-    settings = run.Settings(
-        device, chosen, 20 if quick else rounds, seed=seed, peers=peers, compiled=compiled, tokens=tokens, dim=dim
-    )
-    if settings.resolve().type != "cuda":
-        # On a CPU one small shape stands for every width.
-        settings.parts = tuple(dict.fromkeys("4096" if g in ("2560", "7168") else g for g in chosen))
-    whole = chosen == run.GROUPS and tokens is None and dim is None
-    _run(run, settings, out, name or "mhc", whole, as_named=bool(name))
+def _done(run: Any, result: Any, path: pathlib.Path, good: bool) -> None:
+    """Writes a result and its page, prints its table, and exits with 1 unless it is ``good``."""
+    run.write(result, path)
+    _shown(run.table(_read(path)))
+    if not good:
+        raise typer.Exit(1)
 
 
-@app.command()
-def e79(
-    part: Annotated[
-        str, typer.Option(help="Some of speed,batch,further,decode,memory,accuracy,determinism,cpu,rollup.")
-    ] = "",
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Measure torch.compile of the loop too: a minute more.")
-    ] = False,
-    device: Device = "auto",
-    rounds: Rounds = 40,
-    compiled: Annotated[bool, typer.Option(help="Measure compiled calls as well as eager ones.")] = True,
-    seed: Seed = None,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which nothing further is compiled.")] = 90.0,
-    sizes: Annotated[str, typer.Option(help="Some n, by comma; the table's when left out.")] = "",
-    batch: Annotated[int | None, typer.Option(min=1, help="Another B than the table's.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Another T than the table's.")] = None,
-    out: OutAll = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the files; e79 when left out, with -cpu or -partial.")] = "",
-) -> None:
-    """Measures the E79 scan: time per step, memory, errors against fp64, determinism. cpu and rollup need no GPU."""
-    from . import e79 as run
-    from . import e79_targets as targets
-
-    parts = _words(part, run.PARTS, "part") if part else _usual(run, device)
-    settings = run.Settings(
-        device, parts, rounds, budget, seed, compiled=compiled, peers=peers, batch=batch, steps=steps
-    )
-    settings.sizes = tuple(int(w) for w in _list(sizes)) or targets.SIZES
-    whole = _whole(run, settings) and settings.sizes == targets.SIZES and batch is None and steps is None
-    _run(run, settings, out, name or "e79", whole, as_named=bool(name))
-
-
-@app.command()
-def selection(
-    part: Annotated[str, typer.Option(help="Some of speed,crossing,errors,memory,layers,cpu,cpu_dense.")] = "",
-    peers: Annotated[bool, typer.Option(help="Measure flash-linear-attention too, where it imports.")] = True,
-    device: Device = "auto",
-    rounds: RoundsAtMost = 40,
-    warm: Warm = True,
-    seed: Seed = None,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which the crossing adds no length.")] = 140.0,
-    small: Annotated[bool, typer.Option("--small", hidden=True, help="Tiny shapes: to try the run out.")] = False,
-    out: OutPictures = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the files; selection when left out, with -cpu or -partial.")] = "",
-) -> None:
-    """Measures selection attention: time, memory, errors against fp64, determinism, and where it overtakes dense."""
-    from . import selection as run
-
-    parts = _words(part, run.PARTS, "part") if part else _usual(run, device)
-    settings = run.Settings(device, parts, rounds, budget, seed, small, warm, peers)
-    _run(run, settings, out, name or "selection", _whole(run, settings) and not small, as_named=bool(name))
-
-
-@app.command()
-def lists(
-    only: Annotated[
-        str, typer.Option(help="Some of A,B,C,D,decode and of speed,errors,memory,crossing,peers; all when left out.")
-    ] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Times of the op and errors only; 8 rounds.")] = False,
-    device: DeviceTiny = "auto",
-    rounds: RoundsAtMost = 20,
-    warm: Warm = True,
-    seed: Seed = None,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no crossing and no peer is begun.")] = 480.0,
-    resume: Annotated[
-        pathlib.Path | None, typer.Option(exists=True, dir_okay=False, help="JSON of a run to go on from.")
-    ] = None,
-    out: OutAll = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the files; lists when left out, with -cpu or -partial.")] = "",
-) -> None:
-    """Measures attention over lists of keys: time, errors against fp64, memory, and where it overtakes dense."""
-    from . import lists as run
-    from . import lists_targets as targets
-    from .running import OtherRun
-
-    every = tuple(targets.SHAPES)
-    words = _words(only, (*every, *run.PARTS), "case or part") if only else ()
-    parts = tuple(p for p in run.PARTS if p in words) or (run.QUICK_PARTS if quick else run.PARTS)
-    shapes = tuple(n for n in every if n in words) or every
-    settings = run.Settings(
-        device, parts, run.QUICK_ROUNDS if quick else rounds, budget, seed, warm=warm, shapes=shapes
-    )
-    settings.earlier = None if resume is None else _read(resume)
+def _filled(run: Any, into: pathlib.Path, fill: Callable[[Any], Any]) -> None:
+    """Completes a result with rows of a later run."""
     try:
-        _run(run, settings, out, name or "lists", parts == run.PARTS and shapes == every)
-    except OtherRun as error:
+        result = fill(_read(into))
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    _done(run, result, into, True)
+
+
+# ---- operators, and the rule
+
+FAMILIES = {
+    "mhc": (
+        "the mHC operators: time, memory, errors against fp64, and bitwise determinism.",
+        ("peers", "compiled", "tokens", "dim"),
+    ),
+    "e79": (
+        "the E79 scan: time per step, memory, errors against fp64, determinism. cpu and rollup need no GPU.",
+        ("compiled", "budget", "sizes", "batch", "steps"),
+    ),
+    "selection": (
+        "selection attention: time, memory, errors against fp64, determinism, and where it overtakes dense.",
+        ("peers", "budget", "small"),
+    ),
+    "lists": (
+        "attention over lists of keys: time, errors against fp64, memory, and where it overtakes dense.",
+        ("quick", "budget", "resume"),
+    ),
+    "index": (
+        "index scores and the keys that they choose: time, memory, errors against fp64, equal bits.",
+        ("quick", "budget"),
+    ),
+    "rule": ("what the rule between dense attention and lists of keys assumes: both sides, a product, a softmax.", ()),
+}
+"""What a family measures, and the options that it has in addition to part, device, rounds and seed."""
+FIELDS = {"budget": "budget_s", "resume": "earlier"}
+"""Names of settings that differ from those of their options."""
+SHAPE = ("tokens", "dim", "sizes", "batch", "steps", "shapes", "small")
+"""Settings that make a run another than the whole one."""
+
+
+def _settings(run: Any, part: str, quick: bool, given: dict[str, Any]) -> tuple[Any, bool]:
+    """Returns the settings of a run of a family, and whether it is a whole one for its device."""
+
+    def usual(gpu: bool) -> tuple[str, ...]:
+        return getattr(run, "GPU_PARTS" if gpu else "CPU_PARTS", run.PARTS)
+
+    shapes = getattr(run.Settings, "shapes", ())
+    words = _words(part, (*shapes, *run.PARTS), "part") if part else ()
+    quickly = run.QUICK if quick else {"parts": usual(torch.cuda.is_available() and given["device"] != "cpu")}
+    made = run.Settings(**{FIELDS.get(k, k): v for k, v in given.items()} | quickly)
+    made.parts = tuple(p for p in run.PARTS if p in words) or made.parts
+    if shapes:
+        made.shapes = tuple(s for s in shapes if s in words) or shapes
+    same = all(getattr(made, k) == getattr(run.Settings, k) for k in SHAPE if hasattr(run.Settings, k))
+    return made, same and made.parts == usual(made.resolve().type == "cuda") and not quick
+
+
+def _family(family: str, about: str, options: tuple[str, ...]) -> None:
+    """Registers the command of a family: its module has ``Settings``, ``PARTS``, ``Run``, ``write`` and ``table``."""
+    run = importlib.import_module(f".{family}", __package__)
+    defaults = {
+        k: getattr(run.Settings, FIELDS.get(k, k)) for k in ("rounds", "peers", "budget") if k in (*options, "rounds")
+    }
+
+    @_command(family, f"Measures {about}", "part", "device", "rounds", "seed", *options, **defaults)
+    def measure(part: str, out: pathlib.Path, quick: bool = False, **given: Any) -> None:
+        if "sizes" in given:
+            given["sizes"] = tuple(int(w) for w in _list(given["sizes"])) or run.Settings.sizes
+        if "resume" in given:
+            given["resume"] = given["resume"] and _read(given["resume"])
+        settings, whole = _settings(run, part, quick, given)
+        where = settings.resolve()
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        else:
+            console.print(run.Run.notice, style="yellow")
+        path = _path(out, family, cpu=where.type == "cpu", partial=not whole)
+        try:
+            result = run.Run(settings, lambda found: running.save(found, path), _say).run()
+        except running.OtherRun as error:
+            raise typer.BadParameter(str(error)) from error
+        _done(run, result, path, not result["skipped"].keys() & {*run.PARTS})
+
+
+for _name, _of in FAMILIES.items():
+    _family(_name, *_of)
 
 
 @app.command("lists_fill")
@@ -248,258 +231,131 @@ def lists_filled(
     into: Into = RESULTS / "lists.json",
 ) -> None:
     """Puts the parts that a later run of lists has into another's result, with its device and commit. Measures nothing."""
-    from . import lists as run
-    from . import lists_fill
+    from . import lists, lists_fill
 
     found = _read(later)
-    parts = _words(only, run.PARTS, "part") if only else found["settings"]["parts"]
-    try:
-        result = lists_fill.fill(_read(into), found, parts, run.LISTS_OF)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    run.write(result, into)
-    _shown(run.table(result))
+    parts = _words(only, lists.PARTS, "part") if only else found["settings"]["parts"]
+    _filled(lists, into, lambda result: lists_fill.fill(result, found, parts, lists.LISTS_OF))
 
 
-@app.command()
-def index(
-    only: Annotated[str, typer.Option(help="Some of speed,errors,memory; all when left out.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Times and errors without other implementations.")] = False,
-    device: DeviceTiny = "auto",
-    rounds: RoundsAtMost = 20,
-    seed: Seed = None,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no further peer is begun.")] = 50.0,
-    out: OutTable = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the files; index when left out, with -cpu or -partial.")] = "",
-) -> None:
-    """Measures index scores and the keys that they choose: time, memory, errors against fp64, equal bits."""
-    from . import index as run
+@app.command("sparse_fill")
+def sparse_filled(later: Later, into: Into = RESULTS / "sparse_models.json") -> None:
+    """Completes a run of sparse_models with the peers' rows that it had no time for. Measures nothing."""
+    from . import sparse_models
 
-    parts = _words(only, run.PARTS, "part") if only else run.QUICK_PARTS if quick else run.PARTS
-    settings = run.Settings(device, parts, rounds, budget, seed, peers=not quick)
-    _run(run, settings, out, name or "index", parts == run.PARTS and not quick)
+    _filled(sparse_models, into, lambda result: sparse_models.fill(result, _read(later)))
 
 
 @app.command()
 def tritons(
     older: Annotated[pathlib.Path, typer.Argument(help="Folder of runs with one Triton.")],
     newer: Annotated[pathlib.Path, typer.Argument(help="Folder of the same runs with another.")],
-    out: OutTable = RESULTS,
+    out: Annotated[pathlib.Path, typer.Option(help=OPTIONS["out"][2]["help"])] = RESULTS,
 ) -> None:
     """Compares the times, registers and spills of two versions of Triton on one card."""
-    from . import running
     from . import tritons as run
 
-    result = run.compare(older, newer)
-    running.save(result, out / f"{run.NAME}.json")
-    (out / f"{run.NAME}.md").write_text(run.table(result) + "\n")
-    _shown(run.table(result))
-
-
-@app.command()
-def rule(
-    only: Annotated[str, typer.Option(help="Some of sides,product,written; all when left out.")] = "",
-    device: DeviceTiny = "auto",
-    rounds: RoundsAtMost = 12,
-    seed: Seed = None,
-    out: OutTable = RESULTS,
-) -> None:
-    """Measures what the rule between dense attention and lists of keys assumes: both sides, a product, a softmax."""
-    from . import rule as run
-
-    parts = _words(only, run.PARTS, "part") if only else run.PARTS
-    settings = run.Settings(device=device, parts=parts, rounds=rounds, seed=seed)
-    _run(run, settings, out, "rule", parts == run.PARTS)
+    _done(run, run.compare(older, newer), out / "tritons.json", True)
 
 
 # ---- whole models, several GPUs, the pass
 
 
-@app.command("deepseek_v4")
-def deepseek(
-    out: OutShort = RESULTS,
-    keep: Kept = KEPT,
-    variant: Annotated[str, typer.Option(help="eager,torch.compile,trivial,mhc_inductor: some of them.")] = "",
-    part: Annotated[str, typer.Option(help="forward,training,checkpointed: some of them.")] = "",
-    device: DeviceKind = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 30,
-    jobs: Annotated[
-        int, typer.Option(min=1, help="Jobs that compile at the same time; some always compile alone.")
-    ] = 4,
-    tiny: Annotated[
-        bool, typer.Option("--tiny", help="A tiny model, for trying it out; the only one on a CPU.")
-    ] = False,
-) -> None:
-    """Measures DeepSeek-V4 end to end: eager, compiled, compiled with the plugin; with and without checkpointing."""
-    from . import deepseek_model, deepseek_v4
-    from .deepseek_v4 import PARTS, VARIANTS
+@_command(
+    "deepseek_v4",
+    "Measures DeepSeek-V4 end to end: eager, compiled, compiled with the plugin; with and without checkpointing.",
+    *("variant", "part", "device", "rounds", "toy", "keep"),
+    rounds=30,
+)
+def _deepseek(variant: str, part: str, device: str, rounds: int, toy: bool, keep: Folder, out: Folder) -> None:
+    from . import deepseek_model
+    from . import deepseek_v4 as run
 
     where = _device(device)
-    tiny = tiny or where == "cpu"
-    settings = deepseek_v4.Settings(
-        device=where,
-        size=deepseek_model.TINY if tiny else deepseek_model.Size(),
-        variants=_words(variant, VARIANTS, "variant"),
-        parts=_words(part, PARTS, "part"),
-        rounds=rounds,
-        jobs=jobs,
-    )
-    whole = settings.variants == VARIANTS and settings.parts == PARTS
-    stem = "deepseek_v4" + ("-tiny" if tiny else "") + ("" if whole else "-partial")
-    rows = deepseek_v4.run(settings, keep, lambda text: console.print(text, highlight=False))
-    result = deepseek_v4.gather(settings, rows)
-    out.mkdir(parents=True, exist_ok=True)
-    deepseek_v4.write(result, out / f"{stem}.json")
-    _shown(deepseek_v4.table(result))
-    if any("error" in row for row in result["rows"]):
-        raise typer.Exit(1)
+    toy = toy or where == "cpu"
+    size = deepseek_model.TINY if toy else deepseek_model.Size()
+    variants, parts = _words(variant, run.VARIANTS, "variant"), _words(part, run.PARTS, "part")
+    settings = run.Settings(where, size, variants, parts, rounds)
+    path = _path(out, "deepseek_v4", tiny=toy, partial=(variants, parts) != (run.VARIANTS, run.PARTS))
+    result = run.gather(settings, run.run(settings, keep, _say))
+    _done(run, result, path, not any("error" in row for row in result["rows"]))
 
 
-@app.command("sparse_models")
-def sparse(
-    only: Annotated[str, typer.Option(help="Words of the cases' names to measure, by comma: deepseek_v32,8192.")] = "",
-    variant: Annotated[
-        str, typer.Option(help="mhc_inductor,torch.compile,eager, the first two also with +graphs: some of them.")
-    ] = "",
-    transformers: Annotated[
-        str, typer.Option(help="Folders or wheels to import transformers and its dependencies from, as in PYTHONPATH.")
-    ] = "",
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which nothing begins; peers are last.")] = 1500.0,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that one process may take.")] = 300.0,
-    toy: Toy = False,
-    device: DeviceKind = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed calls at most.")] = 20,
-    keep: Kept = SPARSE_KEPT,
-    out: OutAll = RESULTS,
-) -> None:
-    """Measures models with sparse attention end to end: time, memory, compile time, errors against fp32."""
-    from . import processes
+@_command(
+    "sparse_models",
+    "Measures models with sparse attention end to end: time, memory, compile time, errors against fp32.",
+    *("only", "variant", "budget", "limit", "toy", "device", "rounds", "keep"),
+)
+def _sparse(only: str, variant: str, toy: bool, device: str, keep: Folder, out: Folder, **given: Any) -> None:
     from . import sparse_cases as targets
     from . import sparse_models as run
 
     where = _device(device)
     toy = toy or where == "cpu"
-    words = _list(only)
     every = targets.TOY_CASES if toy else targets.CASES
-    cases = tuple(c for c in every if all(w in c.name for w in words))
+    cases = tuple(c for c in every if all(w in c.name for w in _list(only)))
     if not cases:
-        raise typer.BadParameter(f"no case has all of {words} in its name; there are {[c.name for c in every]}")
-    try:
-        paths = processes.make_importable(transformers, keep / "wheels")
-    except (FileNotFoundError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(f"no case has all of {only} in its name; there are {[c.name for c in every]}")
     variants = _words(variant, targets.VARIANTS, "variant")
-    settings = run.Settings(where, cases, variants, rounds, toy, budget, limit, paths)
-    whole = cases == every and set(variants) == set(targets.VARIANTS)
-    path = out / ("sparse_models" + ("-toy" if toy else "") + ("" if whole else "-partial") + ".json")
-    out.mkdir(parents=True, exist_ok=True)
-
-    def step(text: str) -> None:
-        console.print(text, highlight=False, style="dim")
-
-    rows = run.run(settings, keep, step, lambda rows: run.write(run.gather(settings, rows), path))
-    result = run.gather(settings, rows)
-    run.write(result, path)
-    _shown(run.table(_read(path)))
-    if any("error" in row for row in result["rows"]):
-        raise typer.Exit(1)
+    limits = (given["rounds"], toy, given["budget"], given["limit"])
+    settings = run.Settings(where, cases, variants, *limits)
+    path = _path(out, "sparse_models", toy=toy, partial=cases != every or {*variants} != {*targets.VARIANTS})
+    rows = run.run(settings, keep, _say, lambda rows: run.write(run.gather(settings, rows), path))
+    _done(run, run.gather(settings, rows), path, not any("error" in row for row in rows))
 
 
-@app.command()
-def ways(
-    only: Annotated[str, typer.Option(help="Words of cells' names, by comma: mhc: train,decode,8192.")] = "",
-    transformers: Annotated[str, typer.Option(help="Folders or wheels, as of sparse_models.")] = "",
-    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 12,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no cell begins.")] = 420.0,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that one cell may take.")] = 400.0,
-    toy: Toy = False,
-    device: DeviceKind = "auto",
-    keep: Annotated[pathlib.Path, typer.Option(help="Folder for caches of compiled code and logs.")] = WAYS_KEPT,
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, from which a run goes on.")] = RESULTS,
-) -> None:
-    """Checks models in every way of training and serving against eager, many cells at a time."""
-    from . import processes
+@_command(
+    "ways",
+    "Checks models in every way of training and serving against eager, many cells at a time.",
+    *("only", "jobs", "budget", "limit", "toy", "device", "keep"),
+    jobs=12,
+    budget=420.0,
+    limit=400.0,
+)
+def _ways(only: str, jobs: int, toy: bool, device: str, keep: Folder, out: Folder, **given: Any) -> None:
     from . import ways as run
 
     where = _device(device)
-    toy = toy or where == "cpu"
-    try:
-        paths = processes.make_importable(transformers, keep / "wheels")
-    except (FileNotFoundError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from error
-    words = _list(only)
-    settings = run.Settings(where, toy, jobs, budget, limit, words, paths)
+    limits = (given["budget"], given["limit"], _list(only))
+    settings = run.Settings(where, toy or where == "cpu", jobs, *limits)
     if not any(map(settings.chosen, settings.plan())):
-        raise typer.BadParameter(f"no cell has one of {words} in its name")
-    path = out / f"ways{'-toy' if toy else ''}.json"
-    out.mkdir(parents=True, exist_ok=True)
+        raise typer.BadParameter(f"no cell has one of {only} in its name")
+    path = _path(out, "ways", toy=settings.toy)
     result = run.run(settings, path, keep, _say)
-    _shown(run.table(_read(path)))
-    if not result["complete"]:
-        raise typer.Exit(1)
+    _done(run, result, path, result["complete"])
 
 
-@app.command("multi_gpu")
-def many(
-    parts: Annotated[str, typer.Option(help="Some of checks,fsdp,scaling,context,failures.")] = "",
-    only: Annotated[str, typer.Option(help="Words of jobs' names, by comma: losses,e79.")] = "",
-    ranks: Annotated[int, typer.Option(min=0, help="Processes, each with a GPU; 0: as many as there are GPUs.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cuda (NCCL) or cpu (gloo).")] = "auto",
-    toy: Annotated[bool, typer.Option("--toy", help="Tiny sizes, for trying it out; the only ones on a CPU.")] = False,
-    budget: Annotated[float, typer.Option(min=1, help="Seconds after which all is ended.")] = 290.0,
-    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the table and the picture.")] = RESULTS,
-) -> None:
-    """Checks and measures several GPUs of one host: sharded ops, FSDP2, scaling, context parallelism, failures."""
-    import torch
-
+@_command(
+    "multi_gpu",
+    "Checks and measures several GPUs of one host: sharded ops, FSDP2, scaling, context parallelism, failures.",
+    *("parts", "only", "ranks", "device", "toy", "budget"),
+    budget=290.0,
+)
+def _many(parts: str, only: str, ranks: int, device: str, toy: bool, budget: float, out: Folder) -> None:
     from . import multi_gpu as run
 
     where = _device(device)
     count = ranks or (torch.cuda.device_count() if where == "cuda" else 2)
     if count < 2 or (where == "cuda" and count > torch.cuda.device_count()):
         raise typer.BadParameter(f"--ranks {count}: it takes at least 2, and a GPU for each")
-    words = _list(only)
-    toy = toy or where == "cpu"
-    settings = run.Settings(where, count, toy, _words(parts, run.PARTS, "part"), budget, words)
-    stem = "multi_gpu" + ("-toy" if toy else "")
-    stem += "" if set(settings.parts) == set(run.PARTS) and not words else "-partial"
-    out.mkdir(parents=True, exist_ok=True)
-    result = run.run(settings, out / f"{stem}.json", _say)
-    _shown(run.table(result))
-    if not result["complete"] or not all(job["passed"] for job in result["jobs"]):
-        raise typer.Exit(1)
-
-
-@app.command("sparse_fill")
-def sparse_fill(later: Later, into: Into = RESULTS / "sparse_models.json") -> None:
-    """Completes a run of sparse_models with the peers' rows that it had no time for. Measures nothing."""
-    from . import sparse_models
-
-    try:
-        result = sparse_models.fill(_read(into), _read(later))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    sparse_models.write(result, into)
-    _shown(sparse_models.table(result))
+    settings = run.Settings(where, count, toy or where == "cpu", _words(parts, run.PARTS, "part"), budget, _list(only))
+    path = _path(out, "multi_gpu", toy=settings.toy, partial={*settings.parts} != {*run.PARTS} or bool(only))
+    result = run.run(settings, path, _say)
+    _done(run, result, path, result["complete"] and all(job["passed"] for job in result["jobs"]))
 
 
 @app.command()
 def routing(
-    out: OutShort = RESULTS,
+    out: Annotated[pathlib.Path, typer.Option(help=OPTIONS["out"][2]["help"])] = RESULTS,
     layers: Annotated[str, typer.Option(help="Depths to measure, by comma.")] = "2,4,8,16,43",
     compiled: Annotated[int, typer.Option(min=0, help="Depth of the whole compile; 0: none.")] = 4,
-    device: DeviceKind = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
 ) -> None:
     """Measures the routing pass: seconds by depth, time per node, and share of a compile. Needs no GPU."""
-    import torch
-
     from . import routing as run
 
     depths = tuple(int(w) for w in _list(layers))
-    result = run.run(torch.device(_device(device)), depths, compiled, lambda text: console.print(text, highlight=False))
-    out.mkdir(parents=True, exist_ok=True)
-    run.write(result, out / "routing.json")
-    _shown(run.table(result))
+    _done(run, run.run(torch.device(_device(device)), depths, compiled, _say), _path(out, "routing"), True)
 
 
 @app.command()
@@ -520,10 +376,7 @@ def readme() -> None:
     """Write the results into README.md and the documentation, and draw the README's picture."""
     from . import pages
 
-    changed = pages.write()
-    console.print(
-        "\n".join(f"wrote {p.relative_to(pages.ROOT)}" for p in changed) or "no page changed", highlight=False
-    )
+    _say("\n".join(f"wrote {p.relative_to(pages.ROOT)}" for p in pages.write()) or "no page changed")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ skipped, and the result says so.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from . import accuracy, report, running, timing
 from . import e79_cases as cases
 from . import e79_targets as targets
 from .e79_cases import Case, make_case
-from .report import Result, Row, Section, Table, us, yes
+from .report import Result, Row, Table, us, yes
 from .routing import summary, watched
 from .variants import CPU_ROUNDS, FixedClock, Variant, chained, measure
 
@@ -33,8 +32,6 @@ PARTS = (*GPU_PARTS, *CPU_PARTS)
 DECODE_CHAIN = 20
 LOOP_STEPS = 64
 ACCURACY_STEPS, ACCURACY_BATCH = 128, 4
-LIMIT_S = 110.0
-"""Seconds that torch.compile may take for the loop."""
 
 
 @dataclasses.dataclass
@@ -43,7 +40,6 @@ class Settings(running.Settings):
 
     parts: tuple[str, ...] = GPU_PARTS
     rounds: int = 40
-    peers: bool = False
     budget_s: float = 90.0
     sizes: tuple[int, ...] = targets.SIZES
     batch: int | None = None
@@ -137,8 +133,6 @@ class Run(running.PartRun[Settings]):
                 variants += self.eager_loop(case.first(min(LOOP_STEPS, case.sizes[2])))
             self.time(variants, self.result["rows"])
             self.tidy()
-        if self.s.peers:
-            self.result["rows"].append(self.compiled_loop())
 
     def batch(self) -> None:
         """Measures the time by B, which should be flat up to one sequence per multiprocessor."""
@@ -233,28 +227,6 @@ class Run(running.PartRun[Settings]):
             self.report(f"compiling a loop of {steps} steps")
             self.result["rollup"].append(rolled_up(make_case(n, self.s.batch or batch, steps, self.device)))
 
-    def compiled_loop(self) -> Row:
-        """Measures torch.compile of the loop, forward, in its own process, which is ended if it takes too long."""
-        n, batch = self.some_sizes()[0], self.s.batch or targets.BATCH
-        steps = min(LOOP_STEPS, self.s.steps or LOOP_STEPS)
-        row: Row = {"what": "fwd", "variant": targets.COMPILE, "n": n, "B": batch, "T": steps}
-        row |= {"dtype": "float32", "bias": "fixed"}
-        self.report(f"{targets.COMPILE}, T = {steps}: at most {LIMIT_S:g} s")
-        context = multiprocessing.get_context("spawn")
-        receive, send = context.Pipe(duplex=False)
-        child = context.Process(target=time_compiled_loop, args=(n, batch, steps, str(self.device), send))
-        child.start()
-        try:
-            if not receive.poll(LIMIT_S):
-                return row | {"error": f"did not compile in {LIMIT_S:g} s"}
-            found = receive.recv()
-        except EOFError:
-            return row | {"error": "its process ended"}
-        finally:
-            child.kill()
-            child.join()
-        return row | found
-
 
 def _header(v: Variant) -> Row:
     n, batch, steps = v.case.sizes
@@ -289,27 +261,12 @@ def rolled_up(case: Case) -> Row:
     return row
 
 
-def time_compiled_loop(n: int, batch: int, steps: int, device: str, send: Any) -> None:
-    """Times the loop's forward under plain torch.compile and sends the figures of a row. Runs in its own process."""
-    where = torch.device(device)
-    case = make_case(n, batch, steps, where)
-    try:
-        start = time.perf_counter()
-        loop = torch.compile(cases.loop, dynamic=False)
-        runnable = timing.Runnable(lambda: cases.forward(loop, case), where)
-        compile_s = time.perf_counter() - start
-        t = timing.interleaved({"loop": runnable}, where, timing.Flusher(where), 20)["loop"]
-        send.send({**t.over(steps).as_json(), "compile_s": round(compile_s, 1)})
-    except Exception as e:
-        send.send({"error": running.message(e)})
-
-
 # ---- tables
 
 
 def _apart(r: Row) -> list[Row]:
     peers = "; ".join(f"{name} {us(t)}" for name, t in r.get("measured_separately_us", {}).items())
-    return [r | {"apart": f"compiled in {r['compile_s']:.0f} s" if "compile_s" in r else peers}]
+    return [r | {"apart": peers}]
 
 
 def _speedup(r: Row) -> list[Row]:
@@ -358,10 +315,6 @@ TABLES: report.Makers = {
 }
 
 
-def sections(result: Result) -> Iterator[Section]:
-    return report.sections_of(result, TABLES)
-
-
 def wrong_outputs(result: Result) -> list[str]:
     """Returns a line for each timed row whose outputs miss a bar against fp64."""
     return report.wrong_outputs(_timed_rows(result), lambda r: f"n = {r['n']}, B = {r['B']}, T = {r['T']}")
@@ -378,7 +331,7 @@ def table(result: Result) -> str:
     if any("errors" in r for r in _timed_rows(result)):
         fine = "Outputs of every timed row that was compared with the fp64 loop meet their bars."
         end = [report.outputs_section(wrong_outputs(result), fine)]
-    return report.document("E79", lines, sections(result), *end)
+    return report.document("E79", lines, report.sections_of(result, TABLES), *end)
 
 
 # ---- the picture

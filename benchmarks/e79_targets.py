@@ -42,8 +42,6 @@ CPU_SPEEDUP_BAR = 3.0
 """Forward speedup over the eager loop at ``CPU_SHAPE`` on two threads."""
 ROLLUP_SHAPE = (64, 2)  # n, B
 ROLLUP_STEPS = (64, 512)
-ROLLUP_BAR_S = 60.0
-"""Seconds to compile a loop of 512 steps, with gradients, on two cores."""
 FURTHER: tuple[dict[str, Any], ...] = (
     {"dtype": torch.bfloat16},
     {"bias": "input"},

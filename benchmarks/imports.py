@@ -81,14 +81,11 @@ def imports(root: pathlib.Path) -> Iterator[Import]:
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
         for node in ast.walk(ast.parse(file.read_text())):
             for name in _names(node, package):
-                name = name.removeprefix("mhc_inductor.") if _outside(name) else name
+                if name.startswith(("mhc_inductor.kernels", "mhc_inductor.lowerings")):
+                    name = name.removeprefix("mhc_inductor.")
                 imported = name if name in files else name.rpartition(".")[0]
                 if imported in files and imported != module:
                     yield Import(module, node.lineno, imported)  # type: ignore[attr-defined]
-
-
-def _outside(name: str) -> bool:
-    return name.startswith(("mhc_inductor.kernels", "mhc_inductor.lowerings"))
 
 
 def module_name(path: pathlib.Path) -> str:

@@ -23,7 +23,7 @@ from .report import Result, Row, Table
 from .variants import Clock, Variant, measure
 
 PARTS = ("speed", "errors", "memory")
-QUICK_PARTS = ("speed", "errors")
+QUICK = {"parts": ("speed", "errors"), "peers": False}
 LONG_US = 200e3
 SAMPLED = 48
 
@@ -128,7 +128,8 @@ class Run(running.PartRun[Settings]):
         """Measures the peaks of one choice, at ``LONG`` too, and of a loss, beyond inputs and outputs."""
         for shape in map(self.sized, (targets.SHAPES[0], targets.LONG)):
             case = make_case(shape, self.device)
-            cases.chosen(dataclasses.replace(case, **first_queries(case)))
+            few = {"q": case.q[:, :256], "w": case.w[:, :256], "limit": case.limit[:, :256]}
+            cases.chosen(dataclasses.replace(case, **few))  # compiles the kernels
             self.result["memory"].append(self.memory_of(shape, functools.partial(cases.chosen, case)))
             del case
             self.tidy()
@@ -159,11 +160,6 @@ def has_loss(shape: Shape) -> bool:
 def written(outputs: Any) -> bool:
     """Returns whether no element keeps what ``run_poisoned`` filled the outputs with."""
     return all(not bool((t.isnan() if t.is_floating_point() else t == -7).any()) for t in timing.tensors(outputs))
-
-
-def first_queries(case: Case, count: int = 256) -> dict[str, torch.Tensor]:
-    """Returns the inputs that a smaller call has, which compiles the kernels."""
-    return {"q": case.q[:, :count], "w": case.w[:, :count], "limit": case.limit[:, :count]}
 
 
 # ---- tables

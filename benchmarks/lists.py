@@ -28,8 +28,7 @@ from .report import Result, Row, Section, Table
 from .variants import Clock, Variant, measure
 
 PARTS = ("speed", "errors", "memory", "crossing", "peers")
-QUICK_PARTS = ("speed", "errors")
-QUICK_ROUNDS = 8
+QUICK = {"parts": ("speed", "errors"), "rounds": 8}
 LONG_US = 200e3
 SAMPLED, CHECKED = 32, 8
 LISTS_OF = {

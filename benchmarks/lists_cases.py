@@ -60,7 +60,7 @@ class Case:
 # ---- what is selected
 
 
-def _drawn(reach: Tensor, keys: int, count: int) -> Tensor:
+def drawn(reach: Tensor, keys: int, count: int) -> Tensor:
     """Returns ``count`` distinct random keys below ``reach [S]`` for each query, int64 ``[S, count]``; -1 for none."""
     out = torch.empty((len(reach), count), dtype=torch.int64, device=reach.device)
     every = torch.arange(keys, device=reach.device)
@@ -80,10 +80,10 @@ def lists(shape: Shape, device: torch.device) -> Tensor:
     for _ in range(shape.batch):
         if shape.pooled:
             near = positions[:, None] - torch.arange(shape.window, device=device)
-            far = _drawn((positions + 1) // RATIO, shape.pooled, shape.listed)
+            far = drawn((positions + 1) // RATIO, shape.pooled, shape.listed)
             at = torch.cat((near.clamp(min=-1), torch.where(far < 0, -1, far + shape.keys)), 1)
         else:
-            at = _drawn(positions + 1, shape.keys, shape.listed)
+            at = drawn(positions + 1, shape.keys, shape.listed)
         at = torch.where(at < 0, shape.length, at).sort(-1).values
         made.append(torch.where(at == shape.length, -1, at).int())
     return torch.stack(made)[:, :, None]

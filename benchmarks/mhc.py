@@ -33,8 +33,7 @@ from .variants import FixedClock, Variant, chained, measure
 DIMS = (2560, 4096, 7168)
 CPU_TOKENS, CPU_DIM = 64, 256
 DECODE_TOKENS, DECODE_DIM, DECODE_CHAIN = (1, 8, 64), 4096, 20
-GROUPS = (*map(str, DIMS), "npu", "decode", "memory", "accuracy", "determinism")
-QUICK_GROUPS = ("4096", "npu", "accuracy")
+PARTS = (*map(str, DIMS), "npu", "decode", "memory", "accuracy", "determinism")
 CPU_NOTICE = "CPU run, wall clock, a small shape: it says nothing of a GPU."
 TWO_OPS = "ops, one after the other"
 RECORD_DRAWS = 9
@@ -48,9 +47,9 @@ ACCURACY: dict[str, dict[str, bool]] = {
 
 @dataclasses.dataclass
 class Settings(running.Settings):
-    """Settings of one run. ``parts``: some of GROUPS; ``exclude``: omitted ``group/row/variant`` keys and why."""
+    """Settings of one run. ``parts``: some of PARTS; ``exclude``: omitted ``group/row/variant`` keys and why."""
 
-    parts: tuple[str, ...] = GROUPS
+    parts: tuple[str, ...] = PARTS
     rounds: int = 40
     peers: bool = False
     tokens: int | None = None
@@ -60,10 +59,6 @@ class Settings(running.Settings):
 
 class DeviceLost(RuntimeError):
     """Raised when a failure of the variant ``args[0]`` has left the device context unusable."""
-
-
-class Relaunched(Exception):
-    """Raised after a new process has measured the remaining groups."""
 
 
 def device_alive(device: torch.device) -> bool:
@@ -90,6 +85,13 @@ class _Clock(FixedClock):
 class Run(running.PartRun[Settings]):
     operator, notice, unit = "mhc", CPU_NOTICE, None
     lists = ("rows", "decode", "memory", "accuracy", "determinism")
+    moved = False
+    """Whether a new process has measured the groups that were left."""
+
+    def __init__(self, settings: Settings, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
+        if settings.resolve().type != "cuda":  # one small shape stands for every width
+            settings.parts = tuple(dict.fromkeys("4096" if p in ("2560", "7168") else p for p in settings.parts))
+        super().__init__(settings, save, report)
 
     def recorded(self) -> Row:
         precision = torch.get_float32_matmul_precision()
@@ -240,12 +242,11 @@ class Run(running.PartRun[Settings]):
         self.report("copy bandwidth")
         self.result["copy"] = timing.copy_bandwidth(self.device, self.flush, max(self.s.rounds // 2, 5))
         self.save(self.result)
-        try:
-            return super().run()
-        except Relaunched:
-            return self.finish()
+        return super().run()
 
     def part(self, name: str) -> None:
+        if self.moved:
+            return
         lengths = {part: len(self.result[part]) for part in self.lists}
         remaining = self.s.parts[self.s.parts.index(name) :]
         try:
@@ -256,15 +257,14 @@ class Run(running.PartRun[Settings]):
             key, text = lost.args
             self.report(f"{key} left the device unusable; continuing in a new process")
             self.relaunch(remaining, {**self.s.exclude, key: text})
-            raise Relaunched from lost
         except Exception as e:
             self.result["skipped"][name] = running.message(e)
             if not device_alive(self.device):
                 self.relaunch(remaining[1:], self.s.exclude)
-                raise Relaunched from e
 
     def relaunch(self, groups: tuple[str, ...], exclude: dict[str, str]) -> None:
         """Runs the remaining groups in a new process and merges its results."""
+        self.moved = True
         if not groups:
             return
         settings = dataclasses.asdict(dataclasses.replace(self.s, parts=groups, exclude=exclude, seed=self.seed + 1))
@@ -366,7 +366,8 @@ def record_case(device: torch.device) -> Row:
         exact = cases.parameter_gradients(i, got, torch.float64)
         for kind, values in zip(draws, (got, cases.parameter_gradients(i, got, torch.float32)), strict=True):
             for name in targets.RECORD_BARS:
-                draws[kind].setdefault(name, []).append(_worst(values[name], exact[name]))
+                apart = float((values[name].double() - exact[name].reshape(values[name].shape)).abs().max())
+                draws[kind].setdefault(name, []).append(apart if math.isfinite(apart) else math.nan)
 
     def entry(name: str, all_: list[float]) -> Row:
         worst, bar = math.nan if any(map(math.isnan, all_)) else statistics.median(all_), targets.RECORD_BARS[name]
@@ -375,11 +376,6 @@ def record_case(device: torch.device) -> Row:
     errors = {kind: {name: entry(name, all_) for name, all_ in of.items()} for kind, of in draws.items()}
     row: Row = {"case": "shape of record, backward alone", "shape": list(targets.RECORD_SHAPE), "dtype": "bfloat16"}
     return row | {"errors": errors}
-
-
-def _worst(a: torch.Tensor, b: torch.Tensor) -> float:
-    worst = float((a.double() - b.double().reshape(a.shape)).abs().max())
-    return worst if math.isfinite(worst) else math.nan
 
 
 def determinism(device: torch.device, dim: int, tokens: int) -> list[Row]:
@@ -438,19 +434,18 @@ def _each(c: Row) -> list[Row]:
     return rows
 
 
-def _tokens(result: Result) -> str:
-    return ", ".join(map(str, sorted({r["tokens"] for r in result["rows"]})))
+def _sizes(result: Result, part: str, size: str) -> str:
+    return ", ".join(map(str, sorted({r[size] for r in result[part]})))
 
 
 def _decoding(result: Result) -> str:
-    dims = ", ".join(map(str, sorted({r["dim"] for r in result["decode"]})))
-    text = f"Decoding, D = {dims} (a chain: mean of calls in one graph, caches warm)"
+    text = f"Decoding, D = {_sizes(result, 'decode', 'dim')} (a chain: mean of calls in one graph, caches warm)"
     return text + (f"; {targets.DECODE_PEERS}" if result["device"]["type"] == "cuda" else "")
 
 
 TABLES: report.Makers = {
     "rows": Table(
-        lambda result: f"Speed: {_tokens(result)} tokens, n = 4, bf16 x, fp32 phi",
+        lambda result: f"Speed: {_sizes(result, 'rows', 'tokens')} tokens, n = 4, bf16 x, fp32 phi",
         "D||implementation|time, µs|quartiles|floor, µs|x floor|bar|goal|best peer",
         "{dim}|{name}|{title}|{us}|{us_quartiles}|{floor_us:us}|{ratio_to_floor:.2f}|{us_bar}|{us_goal}|{best}",
         _best,

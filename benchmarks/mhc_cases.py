@@ -278,7 +278,8 @@ def _formula_of_both(p: PostPre, start: int, x_out: torch.Tensor, with_grads: bo
             ups["next_pre"] = p.dnext_pre[here].double()
         assert i.dx_out is not None
         grads = torch.autograd.grad([rounded, *(out[k] for k in ups)], leaves, [i.dx_out, *ups.values()])
-        out.update(zip((*grads_of(p), *SUMMED[:3]), grads, strict=True))
+        names = THROUGH if p.h_pre is None else (*THROUGH, "dh_pre")
+        out.update(zip((*names, *SUMMED[:3]), grads, strict=True))
     return {k: v.detach() for k, v in out.items()}
 
 
@@ -286,23 +287,15 @@ THROUGH = ("dx", "df", "dh_post", "dh_res")
 """Gradients computed from that of x_out, which is rounded once to x's dtype, as it is between two ops."""
 
 
-def grads_of(p: PostPre) -> tuple[str, ...]:
-    """Returns the names of the gradients that are not summed over tokens, in the op's order."""
-    return THROUGH if p.h_pre is None else (*THROUGH, "dh_pre")
-
-
-def widen_bars(errors: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``errors`` with the bars of :data:`THROUGH` widened by one rounding, taken to be x_out's bar."""
-    once = errors["x_out"]["bar"]
-    for name in errors.keys() & set(THROUGH):
-        e = errors[name]
-        e["bar"] += once
-        e["met"] = e["relative"] <= e["bar"]
-    return errors
-
-
 def check_fused(p: PostPre, got: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns the errors of the outputs, and of gradients if ``got`` has them, and whether each meets its bar."""
+    """Returns the errors of the outputs, and of gradients if ``got`` has them, and whether each meets its bar.
+
+    The bars of :data:`THROUGH` are wider by one rounding, taken to be x_out's bar.
+    """
     chunks = range(0, p.h_post.shape[0], CHUNK)
     exact = _whole(_formula_of_both(p, at, got["x_out"], "dx" in got) for at in chunks)
-    return widen_bars(compare(got, exact, with_post=False))
+    errors = compare(got, exact, with_post=False)
+    for e in (errors[name] for name in THROUGH if name in errors):
+        e["bar"] += errors["x_out"]["bar"]
+        e["met"] = e["relative"] <= e["bar"]
+    return errors

@@ -79,14 +79,12 @@ _UNITS = {
 }
 
 
-def floor_bytes(what: str, tokens: int, dim: int, *, n: int = N, itemsize: int = 2, phi: bool = False) -> int:
+def floor_bytes(what: str, tokens: int, dim: int, phi: bool = False) -> int:
     """Returns the fewest bytes through device memory. ``phi=True`` adds fp32 phi, which dominates at a few tokens."""
-    total = _UNITS[what](n) * tokens * dim * itemsize
-    if phi and what != "post":
-        total += (n * n + 2 * n) * n * dim * 4
-    return total
+    total = _UNITS[what](N) * tokens * dim * 2
+    return total + (N * N + 2 * N) * N * dim * 4 if phi and what != "post" else total
 
 
-def floor_us(what: str, tokens: int, dim: int, *, n: int = N, itemsize: int = 2, phi: bool = False) -> float:
+def floor_us(what: str, tokens: int, dim: int, phi: bool = False) -> float:
     """Returns the time of ``floor_bytes`` at 4.3 TB/s, in microseconds."""
-    return floor_bytes(what, tokens, dim, n=n, itemsize=itemsize, phi=phi) / FLOOR_BYTES_PER_US
+    return floor_bytes(what, tokens, dim, phi) / FLOOR_BYTES_PER_US

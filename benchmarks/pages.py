@@ -55,12 +55,6 @@ def _row(rows: Sequence[Row], **where: Any) -> Row:
     return found[0]
 
 
-def _time(rows: Sequence[Row], **where: Any) -> float | None:
-    """Returns the time in ms of the first timed row with these values, if there is one."""
-    of = (r["median_ms"] for r in rows if "median_ms" in r and all(r[k] == v for k, v in where.items()))
-    return next(of, None)
-
-
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -105,24 +99,16 @@ def _mhc(results: Results) -> str:
         other = min((n for n in peers if n not in (COMPILE, EAGER)), key=peers.__getitem__)
         times = [_short(of["ops"]["median_us"]), _short(of["ops"]["floor_us"]), compiled]
         lines.append([name, str(dim), *times, f"{other} {_short(peers[other])}\\*"])
-    lines += [_v41(result), _boundary(result)]
+    one, parts = (_row(result["rows"], what="single_pass", dim=4096, variant=v) for v in ("ops", APART))
+    times = [_short(one["median_us"]), _short(one["floor_us"]), "", f"its parts {_short(parts['median_us'])}"]
+    lines.append(["V4.1: post, collapse, coefficients", "4096", *times])
+    # One boundary between two sublayers in decoding, in a chain of launches.
+    few = [_row(result["decode"], what="post_pre", tokens=t, variant="ops, chain of 20") for t in (1, 64)]
+    times = [" / ".join(_short(r[k]) for r in few) for k in ("median_us", "floor_us")]
+    lines.append(["decoding, 1 / 64 tokens: post, next pre", "4096", *times, "", ""])
     headings = ["mHC, µs", "D", "this package", "floor", "torch.compile", "fastest other"]
     where = "8192 tokens, n = 4, bf16 streams, fp32 weights"
     return _block(headings, lines, where, result, "\nFloor: every byte moved once at 4.3 TB/s.")
-
-
-def _v41(result: Row) -> list[str]:
-    """Returns the row of single-pass mHC: its op between two sublayers, and the parts one after the other."""
-    one, parts = (_row(result["rows"], what="single_pass", dim=4096, variant=v) for v in ("ops", APART))
-    times = [_short(one["median_us"]), _short(one["floor_us"]), "", f"its parts {_short(parts['median_us'])}"]
-    return ["V4.1: post, collapse, coefficients", "4096", *times]
-
-
-def _boundary(result: Row) -> list[str]:
-    """Returns the row of one boundary between two sublayers in decoding, in a chain of launches."""
-    of = [_row(result["decode"], what="post_pre", tokens=t, variant="ops, chain of 20") for t in (1, 64)]
-    times, floors = (" / ".join(_short(r[k]) for r in of) for k in ("median_us", "floor_us"))
-    return ["decoding, 1 / 64 tokens: post, next pre", "4096", times, floors, "", ""]
 
 
 def _e79(results: Results) -> str:
@@ -173,9 +159,6 @@ def _selection_of_the_readme(results: Results) -> str:
     return _selection(results, ("c1", "2K", "decode"), more, end)
 
 
-_FORMULA = index_targets.COMPILE
-
-
 def _cell(rows: Sequence[Row], **where: Any) -> str:
     """Returns the times in ms of "fwd" and "fb" of the rows with these values, or why there is none, in two words."""
     of = [r for what in ("fwd", "fb") for r in rows if r["what"] == what and all(r[k] == v for k, v in where.items())]
@@ -223,9 +206,13 @@ def _index(result: Row) -> str:
     lines = []
     for shape in index_targets.SHAPES:
         for what in (index_targets.SCORES, index_targets.BOTH, index_targets.LOSS):
-            ours, compiled = (_time(result["rows"], name=shape.name, what=what, variant=v) for v in ("ops", _FORMULA))
-            if ours is not None:
-                lines.append([shape.name, what, _short(ours), "" if compiled is None else _short(compiled)])
+            of = {
+                r["variant"]: r
+                for r in result["rows"]
+                if (r["name"], r["what"]) == (shape.name, what) and "median_ms" in r
+            }
+            times = [_short(of[v]["median_ms"]) if v in of else "" for v in ("ops", index_targets.COMPILE)]
+            lines += [[shape.name, what, *times]] if times[0] else []
     long = [r for r in result["memory"] if r["tokens"] == index_targets.LONG.tokens]
     memory = "".join(f"At S = T = {r['tokens']} a choice takes {_short(r['peak_above_mb'])} MB. " for r in long)
     shape = index_targets.SHAPES[0]
@@ -399,7 +386,7 @@ def _families(results: Results) -> str:
 def _picture(name: str, results: Results) -> str:
     from . import pictures  # which reads the results as this module does
 
-    return pictures.block(name, results)
+    return pictures.block(f"operator-{name}", results)
 
 
 BLOCKS: Mapping[str, Callable[[Results], str]] = {
@@ -419,10 +406,7 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "versions": _versions,
     "families": _families,
     "imports": lambda results: f"```mermaid\n{diagram(ROOT)}\n```",
-    **{
-        f"picture-{name}": functools.partial(_picture, f"operator-{name}")
-        for name in ("mhc", "e79", "selection", "index")
-    },
+    **{f"picture-{name}": functools.partial(_picture, name) for name in ("mhc", "e79", "selection", "index")},
 }
 
 

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from . import index_targets
+from . import index_targets, report
 from .e79_targets import AUTHORS, MEMORY_SHAPE
 from .mhc_targets import COMPILE
 from .pages import RESULTS, Results, _by_variant, _measured, _row, _short, read
@@ -201,11 +201,7 @@ def block(name: str, results: Results) -> str:
 
 def draw(of: Picture, to: pathlib.Path) -> None:
     """Draws bars as multiples of ours: times in green, memory in blue. Raises ImportError without matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = report.pyplot()
     longest = max(g.times(b) for g in of.groups for b in g.bars if g.times(b) <= LONGEST)
     lines = sum(len(g.bars) + 1.5 for g in of.groups)
     figure, axis = pyplot.subplots(figsize=(8.5, 1.0 + 0.26 * lines))
@@ -226,7 +222,7 @@ def draw(of: Picture, to: pathlib.Path) -> None:
     axis.tick_params(left=False)
     axis.locator_params("x", integer=True)
     axis.set_xlabel("\n".join([f"multiples of {OURS}; shorter is better", "; ".join(of.notes())]).strip(), fontsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
+    report.plain(axis)
     axis.set_title(f"One {of.measured}", fontsize=9, loc="left", color="#555555")
     figure.tight_layout()
     figure.savefig(to, dpi=200, bbox_inches="tight", metadata={FIGURES: of.figures()})

@@ -11,7 +11,6 @@ import pathlib
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,13 +20,14 @@ from . import environment, running
 from .source_hash import ROOT, ROUTING, source_hash
 
 Row = dict[str, Any]
+SPENT = "the run's budget of seconds was spent"
 
 # ---- processes
 
 
-def environ(*paths: str, **changes: str) -> dict[str, str]:
-    """Returns the environment of a process that imports from ``paths`` first, then from this checkout."""
-    places = [*paths, str(ROOT), os.environ.get("PYTHONPATH", "")]
+def environ(**changes: str) -> dict[str, str]:
+    """Returns the environment of a process that imports from this checkout first."""
+    places = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), **changes}
 
 
@@ -53,7 +53,7 @@ class Worker:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def ended(self, limit: float | None = None) -> object:
+    def ended(self, limit: float) -> object:
         """Waits for the end, at most ``limit`` seconds; returns the exit code, or which limit ended the process."""
         try:
             self.process.communicate(timeout=limit)
@@ -79,7 +79,7 @@ def begin(module: str, job: Any, folder: pathlib.Path, env: Mapping[str, str]) -
     return Worker(words, folder / f"{job.name}.log", env)
 
 
-def finish(worker: Worker, job: Any, folder: pathlib.Path, limit: float | None = None, **further: Any) -> Row:
+def finish(worker: Worker, job: Any, folder: pathlib.Path, limit: float) -> Row:
     """Waits for a job's process, and returns and keeps its row; a failed one has "error", and what it had saved."""
     path, ended = folder / f"{job.name}.json", worker.ended(limit)
     row = {**job.named, "error": f"the process ended with {ended}"}
@@ -87,7 +87,7 @@ def finish(worker: Worker, job: Any, folder: pathlib.Path, limit: float | None =
         row = {**(row if ended else {}), **json.loads(path.read_text())}
     if "error" in row:
         row["output"] = worker.output()
-    row |= further | {"stamp": stamp(job)}
+    row["stamp"] = stamp(job)
     path.write_text(json.dumps(row))
     return row
 
@@ -113,38 +113,33 @@ def kept(folder: pathlib.Path, job: Any) -> Row | None:
     return None
 
 
-def make_importable(words: str, folder: pathlib.Path) -> tuple[str, ...]:
-    """Prepends folders and wheels to ``sys.path``; returns the folders.
+def run(
+    module: str,
+    plan: Sequence[Any],
+    folder: pathlib.Path,
+    step: Callable[[str], None],
+    save: Callable[[list[Row]], None] = lambda _: None,
+    budget_s: float = 3600.0,
+    limit_s: float = 600.0,
+) -> list[Row]:
+    """Returns the rows of jobs of ``module``, one after the other, so that each has the machine to itself.
 
-    Args:
-        words: paths separated as in PYTHONPATH. Each is a folder with packages, or a wheel.
-        folder: where wheels are unpacked: transformers looks for its models among files.
-
-    Raises:
-        FileNotFoundError: if a path does not exist.
-        ImportError: if transformers cannot be imported with these paths, with what to carry too.
+    A failed or skipped row has "error". ``save`` gets the rows after every job. They are kept in ``folder``, so that a
+    later run can reuse them; so is Python's byte code: if the installation cannot keep it, every process would otherwise
+    compile 360 modules of torch. A process that is stopped late keeps the times that it saved.
     """
-    paths = []
-    for word in filter(None, words.split(os.pathsep)):
-        path = pathlib.Path(word).resolve()
-        if not path.exists():
-            raise FileNotFoundError(f"--transformers: {path} does not exist")
-        if path.suffix == ".whl":
-            wheel, path = path, folder / path.stem
-            if not path.exists():
-                with zipfile.ZipFile(wheel) as packed:
-                    packed.extractall(path)
-        paths.append(str(path))
-    sys.path[:0] = paths
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"transformers cannot be imported: {error}. transformers 5.23 needs huggingface-hub 1.31 or newer, where "
-            "5.17 accepts 1.5; tokenizers 0.23.1, safetensors 0.8.0 and regex 2025.10.22 are enough for both. "
-            f"Name folders or wheels of what is too old in --transformers too, separated by {os.pathsep!r}"
-        ) from error
-    return tuple(paths)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, end = [], time.monotonic() + budget_s
+    bytecode = os.environ.get("PYTHONPYCACHEPREFIX", str(folder / "bytecode"))
+    for job in plan:
+        left, row = end - time.monotonic(), kept(folder, job)
+        if row is None and left > 0:
+            step(job.name)
+            worker = begin(module, job, folder, environ(PYTHONPYCACHEPREFIX=bytecode))
+            row = finish(worker, job, folder, min(limit_s, max(left, 1)))
+        rows.append(row or {**job.named, "error": SPENT})
+        save(rows)
+    return rows
 
 
 # ---- figures
@@ -191,21 +186,6 @@ def notice(device: torch.device) -> str | None:
 
 def without_stamps(rows: Sequence[Row]) -> list[Row]:
     return [{k: v for k, v in row.items() if k != "stamp"} for row in rows]
-
-
-def write(
-    result: Row,
-    path: pathlib.Path,
-    table: Callable[[Row], str],
-    plot: Callable[[Row, pathlib.Path], None] | None = None,
-) -> None:
-    """Writes the JSON and, next to it, the table, and the picture where matplotlib is installed."""
-    running.save(result, path)
-    saved = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(table(saved))
-    if plot is not None:
-        with contextlib.suppress(ImportError):
-            plot(saved, path.with_suffix(".png"))
 
 
 def figure(row: Mapping[str, Any], name: str, spec: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import sys
 import time
@@ -18,7 +17,6 @@ import torch
 from . import deepseek_model, processes, report
 from .processes import counted
 
-DEPTHS = (2, 4, 8, 16, 43)
 BAR_SECONDS, BAR_SHARE, BAR_DEPTH = 6.0, 0.20, 43
 """Bars: 6 s of CPU time on a model of 43 layers, and 20 % of the compile time."""
 
@@ -146,4 +144,4 @@ def _verdict(bars_apply: bool, met: bool) -> str:
     return "" if not bars_apply else " (bar met)" if met else " (**bar not met**)"
 
 
-write = functools.partial(processes.write, table=table)
+write = report.writer(table)

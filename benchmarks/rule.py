@@ -10,7 +10,6 @@ beyond its two products. ``tests/test_routing_lists.py`` recomputes the rule's f
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,8 @@ from torch import Tensor
 
 import mhc_inductor
 
-from . import processes, running, timing
-from .lists_cases import mask_of
+from . import report, running, timing
+from .lists_cases import drawn, mask_of
 from .processes import figure
 from .report import Result, Section, document, facts, sections_of
 from .variants import Clock, Variant, measure
@@ -59,13 +58,8 @@ class Layer:
 
     def indices(self, device: torch.device) -> Tensor:
         """Returns for each query uniform random earlier positions, sorted, int32 ``[1, S, selected]``, -1 for none."""
-        found = []
-        for some in torch.arange(self.tokens, device=device).split(1024):
-            score = torch.rand(len(some), self.tokens, device=device)
-            score.masked_fill_(torch.arange(self.tokens, device=device) > some[:, None], -1.0)
-            best = score.topk(min(self.selected, self.tokens), -1)
-            found.append(best.indices.masked_fill(best.values < 0, -1).sort(-1).values.int())
-        return torch.cat(found)[None]
+        reach = torch.arange(1, self.tokens + 1, device=device)
+        return drawn(reach, self.tokens, min(self.selected, self.tokens)).sort(-1).values.int()[None]
 
     def dense(self, a: Leaves, mask: Tensor) -> Tensor:
         """Returns o ``[1, S, h, nope]`` of attention under ``mask`` ``[1, 1, S, S]`` over the expanded latents."""
@@ -92,18 +86,9 @@ WRITTEN_SIZE, SMALL_SIZE = (2, 16, 2048, 2560, 128), (1, 2, 16, 24, 16)
 
 
 @dataclasses.dataclass
-class Settings:
-    """Settings of one run. ``small``: use tiny shapes."""
-
-    device: str = "auto"
+class Settings(running.Settings):
     parts: tuple[str, ...] = PARTS
     rounds: int = 12
-    budget_s: float = 120.0
-    seed: int | None = None
-    small: bool = False
-
-    def resolve(self) -> torch.device:
-        return running.device_of(self.device)
 
 
 def both(fn: Callable[[], Tensor], leaves: Leaves, training: bool) -> Callable[[], Any]:
@@ -130,28 +115,16 @@ def written(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor) -> Tens
 
 
 class Run(running.PartRun[Settings]):
-    operator, notice, unit, lists = "rule", running.CPU_NOTICE, "microseconds", ("rows",)
-
-    def __init__(
-        self, settings: Settings, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]
-    ) -> None:
-        settings.small = settings.small or settings.resolve().type != "cuda"
-        super().__init__(settings, save, report)
-
-    def recorded(self) -> dict[str, Any]:
-        return {"parts": list(self.s.parts), "seed": self.seed, "small": self.s.small}
+    operator, lists, kept, small_on_cpu = "rule", ("rows",), ("parts", "seed", "small"), True
 
     def time(self, sizes: dict[str, Any], found: list[Variant]) -> None:
         made = [{**sizes, "what": v.what, "variant": v.variant} for v in found]
 
-        def figures(row: dict[str, Any], t: timing.Timing) -> None:
-            row |= t.as_json()
-            row["median_ms"] = round(row["median_us"] / 1e3, 6)
-
         def finite(row: dict[str, Any], out: Any) -> dict[str, Any]:
             return {"finite": all(bool(t.isfinite().all()) for t in timing.tensors(out))}
 
-        measure(Clock(self.device, self.flush, self.s.rounds), found, made, figures, finite, self.report)
+        clock = Clock(self.device, self.flush, self.s.rounds)
+        measure(clock, found, made, lambda row, t: row.update(t.in_ms()), finite, self.report)
         self.result["rows"].extend(made)
         self.save(self.result)
 
@@ -210,4 +183,4 @@ def table(result: Result) -> str:
     return document("The rule's figures", lines, sections_of(result, {"rows": _rows}))
 
 
-write = functools.partial(processes.write, table=table)
+write = report.writer(table)

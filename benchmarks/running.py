@@ -63,8 +63,8 @@ class Target:
 class Settings:
     """Settings that families share.
 
-    ``small``: tiny shapes; ``warm``: first compile in parallel processes; ``budget_s``: seconds from the start, after
-    which what may be left out is; ``peers``, ``compiled``: whether these are measured.
+    ``small``: tiny shapes; ``budget_s``: seconds from the start, after which what may be left out is; ``peers``,
+    ``compiled``: whether these are measured.
     """
 
     device: str = "auto"
@@ -73,28 +73,24 @@ class Settings:
     budget_s: float = math.inf
     seed: int | None = None
     small: bool = False
-    warm: bool = True
     peers: bool = True
     compiled: bool = True
     cpu_parts: ClassVar[tuple[str, ...]] = ()
     """Parts that need no GPU, so that "auto" is the CPU for them."""
 
     def resolve(self) -> torch.device:
-        return device_of(self.device, gpu=not self.cpu_parts or not set(self.parts) <= set(self.cpu_parts))
+        """Returns the device; "auto" is a GPU if there is one and a part needs it, else the CPU."""
+        name, needs = self.device, not self.cpu_parts or not set(self.parts) <= set(self.cpu_parts)
+        if name == "auto":
+            name = "cuda" if needs and torch.cuda.is_available() else "cpu"
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device
 
 
-S = TypeVar("S")
-"""Settings: those above, or others with their ``parts``, ``rounds``, ``seed``, ``budget_s`` and ``resolve()``."""
-
-
-def device_of(name: str, gpu: bool = True) -> torch.device:
-    """Returns the device of this name; "auto" is a GPU if there is one and ``gpu`` is set, else the CPU."""
-    if name == "auto":
-        name = "cuda" if gpu and torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+S = TypeVar("S", bound=Settings)
+"""The settings of a family."""
 
 
 class OtherRun(ValueError):
@@ -228,7 +224,7 @@ class PartRun(Generic[S]):
         self.s, self.save, self.report = settings, save, report
         self.device = settings.resolve()
         if self.small_on_cpu and self.device.type != "cuda":
-            settings.small = True  # type: ignore[attr-defined]
+            settings.small = True
         self.gpu = self.device.type == "cuda"
         self.seed = secrets.randbits(32) if settings.seed is None else settings.seed
         torch.manual_seed(self.seed)
@@ -259,11 +255,11 @@ class PartRun(Generic[S]):
     @property
     def bars_apply(self) -> bool:
         """Returns whether absolute bars count on this device."""
-        return self.gpu and BARS_DEVICE in self.result["device"]["name"] and not getattr(self.s, "small", False)
+        return self.gpu and BARS_DEVICE in self.result["device"]["name"] and not self.s.small
 
     def sized(self, shape: Any) -> Any:
         """Returns a shape, or a small one of the same kind where the run is small."""
-        return shape.small() if getattr(self.s, "small", False) else shape
+        return shape.small() if self.s.small else shape
 
     def jobs(self) -> Jobs:
         """Returns what to compile in parallel processes before a run on a GPU."""
@@ -277,12 +273,7 @@ class PartRun(Generic[S]):
         return over
 
     def run(self) -> Row:
-        if (
-            self.gpu
-            and getattr(self.s, "warm", False)
-            and not getattr(self.s, "small", False)
-            and (jobs := self.jobs())
-        ):
+        if self.gpu and not self.s.small and (jobs := self.jobs()):
             self.report("compiling side by side")
             self.result["settings"]["compiled_first"] = side_by_side(jobs)
         for name in self.s.parts:

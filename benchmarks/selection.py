@@ -157,6 +157,9 @@ class Run(attention.Run[Settings]):
                 name = next((short for start, short in TIMES.items() if peer.startswith(start)), None)
                 if name is not None and us is not None:
                     r[name] = round(us / r["median_us"], 3)
+            # A ratio within one run counts on any GPU.
+            if "times_gather" in r and self.gpu and not self.s.small:
+                r["met_bar"] = r["times_gather"] >= 1.0
 
     # ---- parts
 
@@ -167,10 +170,6 @@ class Run(attention.Run[Settings]):
             self.time(case, self.variants(case, others), self.result["rows"])
             if select == "corr" and shape.name == targets.C1.name:
                 self.result["union"] = union_sizes(case)
-        for r in self.result["rows"]:
-            # A ratio within one run counts on any GPU.
-            if "times_gather" in r and self.gpu and not self.s.small:
-                r["met_bar"] = r["times_gather"] >= 1.0
         self.save(self.result)
 
     def crossing(self) -> None:

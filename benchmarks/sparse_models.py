@@ -11,35 +11,32 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import os
 import pathlib
 import statistics
-import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from . import processes, routing, running, sparse_cases
-from .processes import Row
+from . import processes, report, routing, running, sparse_cases
+from .processes import SPENT, Row, counted, figure, met
+from .report import markdown
 from .source_hash import ROUTING, source_hash
 from .sparse_cases import (
     CASES,
     COMPILE,
     COMPILE_GRAPHS,
     EAGER,
+    FORWARD,
     OURS,
     OURS_GRAPHS,
     OURS_LAYERS,
-    TRAINING,
     VARIANTS,
     Case,
 )
-from .sparse_report import plot, table
 
-__all__ = ["Job", "Process", "Settings", "fill", "gather", "measure", "plot", "rate", "run", "table", "write"]
-SPENT = "the run's budget of seconds was spent"
-BACKENDS = dict.fromkeys((COMPILE, COMPILE_GRAPHS), "inductor")
+BACKENDS = dict.fromkeys((COMPILE, COMPILE_GRAPHS, "trivial"), "inductor")
 BACKENDS |= dict.fromkeys((OURS, OURS_GRAPHS, OURS_LAYERS), "mhc_inductor")
 
 
@@ -66,6 +63,10 @@ class Job:
     def named(self) -> Row:
         return {"variant": self.variant, "case": self.of.name, "part": self.of.part}
 
+    def build(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.Tensor]:
+        """Returns the model and its token ids."""
+        return sparse_cases.build(self.of, device, dtype, self.toy), sparse_cases.tokens(self.of, device, self.toy)
+
 
 @dataclasses.dataclass
 class Settings:
@@ -78,7 +79,6 @@ class Settings:
     toy: bool = False
     budget_s: float = 1500.0
     limit_s: float = 300.0
-    paths: tuple[str, ...] = ()
 
     def plan(self) -> list[Job]:
         """Returns the jobs in the order in which they run."""
@@ -90,14 +90,16 @@ class Settings:
 
 
 class Process:
-    """The model of a job and its calls."""
+    """The model of a job, which has ``build``, ``variant``, ``rounds`` and ``seconds``, and its calls."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.case, self.device = job, job.of, torch.device(job.device)
-        self.cuda, self.trains = self.device.type == "cuda", self.case.part == TRAINING
-        dtype = torch.bfloat16 if self.cuda else torch.float32
-        self.model = sparse_cases.build(self.case, self.device, dtype, job.toy).train(self.trains)
-        self.ids = sparse_cases.tokens(self.case, self.device, job.toy)
+    def __init__(self, job: Any) -> None:
+        self.job, self.device = job, torch.device(job.device)
+        self.cuda, self.trains = self.device.type == "cuda", job.named["part"] != FORWARD
+        self.model, self.ids = job.build(self.device, torch.bfloat16 if self.cuda else torch.float32)
+        self.model.train(self.trains)
+        if BACKENDS.get(job.variant) == OURS:
+            import mhc_inductor  # noqa: F401  (registers the backend in a checkout that is not installed)
+
         self.graphs = job.variant in (OURS_GRAPHS, COMPILE_GRAPHS)
         self.call: Any = self.model
         if job.variant == OURS_LAYERS:
@@ -165,10 +167,7 @@ def _relative(got: list[Any], want: list[Any]) -> float:
 
 def measure(job: Job, save: Callable[[Row], None] = lambda _: None) -> Row:
     """Returns the row of a job: times, memory, errors, and what was routed. ``save`` gets the times first."""
-    ours = BACKENDS.get(job.variant) == "mhc_inductor"
-    if ours:
-        import mhc_inductor  # noqa: F401  (registers the backend in a checkout that is not installed)
-    process = Process(job)
+    ours, process = BACKENDS.get(job.variant) == OURS, Process(job)
     row = job.named | {"parameters": sum(p.numel() for p in process.model.parameters())}
     with routing.watched() if ours else contextlib.nullcontext() as reports:
         row |= process.times()
@@ -188,24 +187,9 @@ def run(
     step: Callable[[str], None],
     save: Callable[[list[Row]], None] = lambda _: None,
 ) -> list[Row]:
-    """Returns the rows of all jobs; a failed or skipped row has "error". ``save`` gets them after every job.
-
-    Rows are kept in ``folder``, so that a later run can reuse them. A process that is stopped late keeps the times that
-    it saved.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    rows, end = [], time.monotonic() + settings.budget_s
-    bytecode = os.environ.get("PYTHONPYCACHEPREFIX", str(folder / "bytecode"))
-    for job in settings.plan():
-        left, row = end - time.monotonic(), processes.kept(folder, job)
-        if row is None and left > 0:
-            step(job.name)
-            env = processes.environ(*settings.paths, PYTHONPYCACHEPREFIX=bytecode)
-            worker = processes.begin("sparse_models", job, folder, env)
-            row = processes.finish(worker, job, folder, min(settings.limit_s, max(left, 1)))
-        rows.append(row or {**job.named, "error": SPENT})
-        save(rows)
-    return rows
+    """Returns the rows of all jobs; see :func:`processes.run`."""
+    limits = (settings.budget_s, settings.limit_s)
+    return processes.run("sparse_models", settings.plan(), folder, step, save, *limits)
 
 
 def gather(settings: Settings, measured: Iterable[Row]) -> Row:
@@ -253,4 +237,65 @@ def fill(result: Row, later: Row) -> Row:
     return filled
 
 
-write = functools.partial(processes.write, table=table, plot=plot)
+# ---- the table
+
+_NAMES = {EAGER: "eager", COMPILE: "torch.compile", OURS: 'backend="mhc_inductor"'}
+_NAMES |= {OURS_LAYERS: f"{_NAMES[OURS]}, layer by layer"}
+_NAMES |= {v: f'{_NAMES[of]}, mode="reduce-overhead"' for v, of in ((COMPILE_GRAPHS, COMPILE), (OURS_GRAPHS, OURS))}
+
+
+def _note(row: Row) -> str:
+    """Returns why a row has no figures, and which later run measured it."""
+    said = [row["error"].splitlines()[0].replace("|", "/")[:100]] if "error" in row else []
+    said += [f"run of {row['of_run']['date'][:10]}, commit {row['of_run']['commit'][:7]}"] if "of_run" in row else []
+    return "; ".join(said)
+
+
+def _rows(result: Row) -> Iterator[list[str]]:
+    for case in (Case(**made) for made in result["settings"]["cases"]):
+        of = {r["variant"]: r for r in result["rows"] if r["case"] == case.name}
+        base = of.get(COMPILE, {}).get("median_ms")
+        for variant in reversed([v for v in VARIANTS if v in of]):
+            row = of[variant]
+            times = f"{base / row['median_ms']:.2f}" if base and "median_ms" in row else ""
+            yield [
+                *(case.model, f"{case.batch} x {case.seq}", case.part, _NAMES[variant]),
+                *(figure(row, "median_ms", ".2f"), times, figure(row, "peak_gib", ".2f")),
+                *(figure(row, "compile_s", ".1f"), figure(row, "error_logits", ".2g")),
+                *(figure(row, "error_gradients", ".2g"), _note(row)),
+            ]
+
+
+def _parts(result: Row) -> Iterator[str]:
+    headings = ["model", "tokens", "", "run by", "ms", "x torch.compile", "peak, GiB", "compile, s"]
+    yield markdown([*headings, "error, logits", "error, gradients", "note"], [*_rows(result)])
+    if result["verdicts"]:
+        rows = [
+            [v["case"], v["what"], f"{v['value']:.2f}", met(v, "bar", "g"), met(v, "goal", "g")]
+            for v in result["verdicts"]
+        ]
+        yield markdown(["case", "of this package", "", "bar", "goal"], rows)
+    for e in result["errors"]:
+        if e["within"] is False:
+            yield f"- **error out of bounds**: {e['case']}, {e['what']}: {e['value']:.2g} > {e['bound']:.2g}"
+    rows = []
+    for r in (r for r in result["rows"] if "routing" in r):
+        ops = counted(Counter({**r["routing"]["routed"], **r["routing"]["fused"]}), "nothing")
+        reasons = "; ".join(r.get("reasons", [])).replace("|", "/")
+        rows.append([r["case"], ops, f"{r['routing']['seconds']:.2f}", reasons])
+    if rows:
+        yield markdown(["case", "routed", "seconds of routing", "near misses"], rows)
+
+
+def table(result: Row) -> str:
+    """Returns the run as Markdown."""
+    lines = [
+        *report.facts(result),
+        f"transformers {result['versions']['transformers']}, unmodified, random weights",
+        "medians of calls on the host's clock; each job in a process of its own with cold caches",
+        "errors: relative, against the same weights run eagerly in fp32",
+    ]
+    return processes.document("Models with sparse attention, end to end", lines, *_parts(result))
+
+
+write = report.writer(table)

@@ -11,9 +11,9 @@ import json
 import pathlib
 from typing import Any
 
+from . import report
 from .report import markdown
 
-NAME = "tritons"
 SLOWER = 1.03
 """A row that takes more than this many times as long is named in NOT_YET_MET.md with its cause."""
 _IDENTITY = ("case", "name", "what", "tokens", "n", "dim", "heads", "topk", "S", "h", "Dk")
@@ -69,6 +69,9 @@ def table(result: dict[str, Any]) -> str:
             markdown(["case", *tritons, "ratio"], times),
             f"More than {SLOWER - 1:.0%} slower with the second: {', '.join(slow) or 'none'}.",
             "Registers / spilled registers a thread, where they differ:",
-            markdown(["kernel", *tritons], lines),
+            markdown(["kernel", *tritons], lines) + "\n",
         ]
     )
+
+
+write = report.writer(table)

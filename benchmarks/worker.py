@@ -7,37 +7,40 @@ and writes its row. ``python -m benchmarks.worker serve MODULE WORD...`` calls t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import pathlib
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
-
-from .cold import cold_caches
 
 Answer = Callable[[str], None]
 
 
-def measure(answer: Answer, module: str, words: str, out: str) -> None:
-    """Writes the row of ``measure(job, tell)`` to ``out``: of a job that raises, what it told so far, and "error".
+@contextlib.contextmanager
+def cold_caches() -> Iterator[None]:
+    """Gives this process empty folders for the caches of Inductor and Triton. Enter it before torch is imported."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
+        os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+        yield
 
-    ``tell(stage)`` answers with the stage and waits for a line on stdin; ``tell(row)`` writes a row that may get more.
-    """
+
+def measure(answer: Answer, module: str, words: str, out: str) -> None:
+    """Writes the row of ``measure(job, tell)`` to ``out``: of a job that raises, what it told so far, and "error"."""
     with cold_caches():  # before torch is imported
         of = importlib.import_module(f"benchmarks.{module}")
         job = of.Job(**json.loads(words))
         row: dict[str, Any] = job.named
 
-        def tell(what: str | dict[str, Any]) -> None:
-            if isinstance(what, str):
-                answer(what)
-                sys.stdin.readline()
-            else:
-                row.update(what)
-                pathlib.Path(out).write_text(json.dumps(row))
+        def tell(found: dict[str, Any]) -> None:
+            row.update(found)
+            pathlib.Path(out).write_text(json.dumps(row))
 
         try:
             found = of.measure(job, tell)

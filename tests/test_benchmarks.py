@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import json
 import math
 import pathlib
@@ -19,12 +19,9 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from typer.testing import CliRunner
-
-from benchmarks import __main__ as cli
-from benchmarks import accuracy, environment, mhc, mhc_calls, mhc_cases, report, running, source_hash, timing, tritons
+from benchmarks import accuracy, environment, mhc, mhc_calls, mhc_cases, running, source_hash, timing, tritons
 from benchmarks import mhc_targets as targets
-from tests.tools.toy_runs import unlike
+from tests.tools import toy_runs
 
 pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests read
 CPU = torch.device("cpu")
@@ -46,60 +43,12 @@ FLOORS = {
     },
     7168: {"pre": 137, "post": 246, "fb": 1120},
 }
-
-
-def settings(**changes: Any) -> mhc.Settings:
-    base = {
-        "device": "cpu",
-        "parts": ("4096",),
-        "rounds": 3,
-        "compiled": False,
-        "tokens": TOKENS,
-        "dim": DIM,
-        "seed": 5,
-    }
-    return mhc.Settings(**{**base, **changes})
-
-
-def run(**changes: Any) -> report.Result:
-    saved: list[str] = []
-    result = mhc.Run(settings(**changes), lambda r: saved.append(json.dumps(running.cleaned(r))), lambda _: None).run()
-    assert json.loads(saved[-1]) == json.loads(json.dumps(running.cleaned(result)))
-    return json.loads(saved[-1])
-
-
-@pytest.fixture(scope="module")
-def result() -> report.Result:
-    return run(parts=("4096", "npu", "decode", "memory", "accuracy", "determinism"), peers=True)
-
-
-def shaped(dim: int) -> types.SimpleNamespace:
-    return types.SimpleNamespace(x=torch.empty(targets.TOKENS, 4, dim, device="meta"))
+run, settings = (functools.partial(f, "mhc") for f in (toy_runs.run, toy_runs.settings))
 
 
 @pytest.fixture
-def on_h200(result: report.Result) -> report.Result:
-    """Returns the run as it would look on an H200 at the shapes of the targets, made by the run's own row code."""
-    made = copy.deepcopy(result)
-    made["device"] = {"type": "cuda", "name": "NVIDIA H200"}
-    made["notice"] = None
-    made["rows"] = []
-    for (what, dim), target in targets.TARGETS.items():
-        for variant, us in [
-            ("ops", 0.9 * target.bar),
-            ("compiled", 1.5 * target.bar),
-            ("Liger", 5 * target.bar),
-        ]:
-            if variant == "compiled" and not what.endswith("fb"):
-                continue
-            row = mhc.row_header(mhc.Variant(what, variant, lambda: lambda: None, case=shaped(dim)))
-            row.update(mhc._figures(row, timing.Timing([us - 1, us, us + 1]), 1, True))
-            made["rows"].append(row)
-    made["memory"] = [
-        {"variant": "ops", "dim": 4096, "bar_mb": 500.0, "peak_above_mb": 300.0, "met_bar": True},
-        {"variant": "eager", "dim": 4096, "bar_mb": 500.0, "error": "OutOfMemoryError: no\nmore"},
-    ]
-    return made
+def result() -> dict[str, Any]:
+    return toy_runs.whole("mhc")
 
 
 # ---- targets
@@ -110,11 +59,11 @@ def test_floors_are_those_of_the_targets(dim: int, what: str) -> None:
     assert round(targets.floor_us(what, targets.TOKENS, dim)) == FLOORS[dim][what]
 
 
-def test_every_target_is_above_its_floor_and_in_order() -> None:
+def test_every_target_is_above_its_floor() -> None:
     assert {(w, d) for d, of in FLOORS.items() for w in of} == set(targets.TARGETS)
     for (what, dim), t in targets.TARGETS.items():
-        assert targets.floor_us(what, targets.TOKENS, dim) < t.goal < t.bar
-        assert (t.best_peer is None) == (what in ("post_pre", "post_pre_fb", "single_pass", "single_pass_fb"))
+        assert targets.floor_us(what, targets.TOKENS, dim) < t.goal
+        assert (t.best_peer is None) == (what in FUSED)
         assert t.best_peer is None or t.best_peer[1] == min(t.peers.values())
 
 
@@ -150,8 +99,10 @@ def test_median_and_quartiles() -> None:
 
 
 def test_a_chain_is_divided_by_its_calls() -> None:
-    row = {"floor_us": 1.0, "variant": "ops"}
-    assert mhc._figures(row, timing.Timing([40.0, 60.0]), 20, True)["median_us"] == 2.5
+    row = {"floor_us": 1.0, "variant": "ops", "bar_us": 3.0, "goal_us": 2.0, "best_peer_us": None}
+    found = mhc._figures(row, timing.Timing([40.0, 60.0]), 20, True)
+    assert (found["median_us"], found["met_bar"], found["met_goal"]) == (2.5, True, False)
+    assert mhc._figures(row, timing.Timing([math.nan]), 1, True)["met_bar"] is False
     calls: list[int] = []
     timing.chain(lambda: calls.append(1), 20)()
     assert len(calls) == 20
@@ -163,40 +114,26 @@ class FakeCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.out: torch.Tensor | None = None
-        fake = self
 
-        class Graph:
-            def replay(self) -> None:
-                fake.log.append("replay")
-                if fake.out is not None:
-                    fake.out.fill_(7.0)
+        def logs(word: str) -> Any:
+            return lambda *_, **__: contextlib.nullcontext(self.log.append(word))
 
-            def reset(self) -> None:
-                fake.log.append("reset")
+        def replay() -> None:
+            self.log.append("replay")
+            if self.out is not None:
+                self.out.fill_(7.0)
 
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                self.at = 0
+        def event(enable_timing: bool) -> Any:
+            at: list[int] = []
+            record = lambda: (self.log.append("event"), at.append(len(self.log)))  # noqa: E731
+            return types.SimpleNamespace(at=at, record=record, elapsed_time=lambda end: float(end.at[0] - at[0]))
 
-            def record(self) -> None:
-                fake.log.append("event")
-                self.at = len(fake.log)
-
-            def elapsed_time(self, end: Event) -> float:
-                return float(end.at - self.at)
-
-        class Stream:
-            def wait_stream(self, other: Any) -> None:
-                fake.log.append("wait")
-
-        context = {"graph": "capture", "stream": "side"}
-        for name, word in context.items():
-            monkeypatch.setattr(torch.cuda, name, lambda *_, word=word: contextlib.nullcontext(self.log.append(word)))
-        for name, new in {"CUDAGraph": Graph, "Event": Event}.items():
-            monkeypatch.setattr(torch.cuda, name, new)
-        for name in ("Stream", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda *_: Stream())
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.log.append("sync"))
+        stream = types.SimpleNamespace(wait_stream=logs("wait"))
+        graph = types.SimpleNamespace(replay=replay, reset=logs("reset"))
+        made = {"graph": logs("capture"), "stream": logs("side"), "synchronize": logs("sync"), "Event": event}
+        made |= {"CUDAGraph": lambda: graph, "Stream": lambda *_: stream, "current_stream": lambda *_: stream}
+        for name, call in made.items():
+            monkeypatch.setattr(torch.cuda, name, call)
 
 
 def test_graphs_are_captured_after_warm_up_and_outputs_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,19 +144,7 @@ def test_graphs_are_captured_after_warm_up_and_outputs_poisoned(monkeypatch: pyt
         return torch.ones(2), torch.ones(2)
 
     r = timing.Runnable(fn, torch.device("cuda", 0))
-    assert cuda.log == [
-        "wait",
-        "side",
-        "call",
-        "call",
-        "call",
-        "wait",
-        "sync",
-        "capture",
-        "call",
-        "replay",
-        "sync",
-    ]
+    assert cuda.log == [*["wait", "side", "call", "call", "call", "wait", "sync", "capture", "call", "replay", "sync"]]
     cuda.out = r.outputs[0]
     written, forgotten = r.run_poisoned()
     assert written.tolist() == [7.0, 7.0]
@@ -290,83 +215,19 @@ def test_equal_bits_see_the_last_bit_and_nan() -> None:
 # ---- a run
 
 
-def test_a_run_has_every_part(result: report.Result) -> None:
-    assert result["complete"]
-    assert result["notice"] == mhc.CPU_NOTICE
-    named = {(r["what"], r["variant"]) for r in result["rows"]}
-    both = {(w, v) for w in ("pre", "post", "fb", "npu_pre", "npu_fb") for v in ("ops", "eager")}
-    assert named == both | {(w, v) for w in FUSED for v in ("ops", mhc.TWO_OPS)}
-    for r in result["rows"]:
-        assert "error" not in r
-        assert len(r["samples_us"]) == r["rounds"] == 3
-        assert r["q1_us"] <= r["median_us"] <= r["q3_us"]
-        assert "met_bar" not in r  # absolute bars count on an H200 only
-    assert all(r["correct"] for r in result["rows"] if r["variant"] == "ops")
-    errors = next(r["errors"] for r in result["rows"] if (r["what"], r["variant"]) == ("post_pre_fb", "ops"))
-    assert {
-        "x_out",
-        "h_in",
-        "next_post",
-        "next_res",
-        "dx",
-        "df",
-        "dh_post",
-        "dh_res",
-        "dphi",
-        "dalpha",
-        "dbias",
-    } <= set(errors)
-    assert {r["what"] for r in result["decode"] if r["variant"] == "ops"} == {"pre", "post", "post_pre", "single_pass"}
-    assert len(result["accuracy"]) == 4
-    assert result["determinism"][0]["met"]
-    assert result["copy"]["tb_per_s"] > 0
-    assert "Liger" in result["skipped"]
-    assert "memory" in result["skipped"]
+def test_what_a_run_holds_beyond_its_rows(result: dict[str, Any]) -> None:
+    assert len(result["accuracy"]) == 4 and result["determinism"] and result["copy"]["tb_per_s"] > 0
+    assert "Liger" in result["skipped"] and result["settings"]["float32_matmul_precision"] == "highest"
 
 
-def test_a_run_says_what_it_measured(result: report.Result) -> None:
-    assert result["kernel_sources_sha256"] == environment.source_hash()
-    assert result["versions"]["torch"] == torch.__version__
-    assert result["settings"]["seed"] == 5
-    assert result["settings"]["float32_matmul_precision"] == "highest"
+def test_json_has_words_for_nan() -> None:
+    assert running.cleaned({"a": [math.nan, 1.0, (math.inf,)]}) == {"a": ["nan", 1.0, ["inf"]]}
 
 
 def test_commit_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MHC_COMMIT", "abc")
     monkeypatch.setenv("MHC_DIRTY", "1")
     assert environment.commit() == {"commit": "abc", "dirty": True}
-
-
-def test_bars_count_on_an_h200_only() -> None:
-    row = {"floor_us": 78.0, "variant": "ops", "bar_us": 160.0, "goal_us": 105.0, "best_peer_us": 190.0}
-    good = mhc._figures(row, timing.Timing([150.0]), 1, True)
-    assert (good["met_bar"], good["met_goal"], good["not_slower_than_best_peer"]) == (True, False, True)
-    assert mhc._figures(row, timing.Timing([math.nan]), 1, True)["met_bar"] is False
-    assert "met_bar" not in mhc._figures(row, timing.Timing([150.0]), 1, False)
-    assert "met_bar" not in mhc._figures({**row, "variant": "eager"}, timing.Timing([150.0]), 1, True)
-
-
-def test_one_failing_variant_keeps_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(mhc_calls, "ops_post", fail)
-    rows = {(r["what"], r["variant"]): r for r in run(peers=True)["rows"]}
-    for what in ("post", "fb"):
-        assert rows[what, "ops"]["error"] == "RuntimeError: no such kernel"
-        assert "median_us" not in rows[what, "ops"]
-        assert rows[what, "eager"]["median_us"] > 0
-    assert rows["pre", "ops"]["correct"]
-
-
-def test_a_failing_group_keeps_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise ValueError("broken")
-
-    monkeypatch.setattr(mhc, "determinism", fail)
-    made = run(parts=("determinism", "npu"))
-    assert made["skipped"]["determinism"] == "ValueError: broken"
-    assert len(made["rows"]) == 2
 
 
 def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,58 +260,7 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch)
     }
 
 
-def test_parts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks what only a GPU's run adds, on a CPU that is taken for one: chains, memory, Liger's absence."""
-    monkeypatch.setattr(running, "peak_memory", lambda call, *_: {"peak_above_mb": float(len(call()))})
-    runner = mhc.Run(settings(peers=True, parts=("decode", "memory")), lambda _: None, lambda _: None)
-    runner.gpu = True
-    for part in ("decode", "memory"):
-        runner.part(part)
-    assert runner.result["skipped"].keys() <= {"Liger"}
-    ops = [r for r in runner.result["decode"] if r["variant"].startswith("ops")]
-    assert {r["variant"] for r in ops} == {"ops", f"ops, chain of {mhc.DECODE_CHAIN}"}
-    assert all(r["median_us"] > 0 and ("errors" in r) is (r["variant"] == "ops") for r in ops)
-    assert {r["variant"]: r["peak_above_mb"] > 0 for r in runner.result["memory"]} == {"ops": True, "eager": True}
-
-
-def test_json_has_words_for_nan() -> None:
-    assert running.cleaned({"a": [math.nan, 1.0, (math.inf,)]}) == {"a": ["nan", 1.0, ["inf"]]}
-
-
-def test_a_run_has_the_fields_of_the_committed_result(result: report.Result) -> None:
-    assert unlike(result, "mhc", "memory") == {}
-
-
 # ---- tables and plots --------------------------------------------------------------------------------------
-
-
-def test_table_of_a_cpu_run(result: report.Result) -> None:
-    text = mhc.table(result)
-    assert mhc.CPU_NOTICE in text
-    assert "skipped: Liger: " in text
-    assert "shape of record" in text
-    # Every line of a table has as many cells as its heading.
-    for block in text.split("\n\n"):
-        if block.startswith("|"):
-            assert len({line.count("|") for line in block.splitlines()}) == 1
-
-
-def test_table_of_an_h200_run_marks_every_bar(on_h200: report.Result) -> None:
-    lines = {tuple(c.strip() for c in x.split("|")[1:4]): x for x in mhc.table(on_h200).splitlines()}
-    ops = lines["4096", "forward + backward", "mhc_inductor, ops"]
-    assert "| 873 |" in ops
-    assert "| 970 met | 850 **not met** | TileKernels 1747 met |" in ops
-    compiled = lines["4096", "forward + backward", "mhc_inductor, compiled"]
-    assert "970 **not met**" in compiled
-    assert lines["eager", "4096", "failed: OutOfMemoryError: no"]
-    assert lines["ops", "4096", "300.0"]
-
-
-def test_a_bar_without_a_peer(on_h200: report.Result) -> None:
-    row = next(r for r in on_h200["rows"] if (r["what"], r["variant"]) == ("post_pre", "ops"))
-    assert row["met_bar"] and not row["met_goal"] and "not_slower_than_best_peer" not in row
-    line = next(x for x in mhc.table(on_h200).splitlines() if "post fused with pre" in x)
-    assert line.endswith("| 230 met | 190 **not met** |  |")
 
 
 def test_a_wrong_gradient_of_the_fused_op_is_seen() -> None:
@@ -475,58 +285,7 @@ def test_a_wrong_gradient_of_the_single_pass_is_seen(one: bool) -> None:
     assert {"dh_pre", "next_pre"} <= {k for k, e in mhc_cases.check_fused(p, got).items() if not e["met"]}
 
 
-def test_wrong_outputs_are_listed(result: report.Result) -> None:
-    bad = copy.deepcopy(result)
-    row = next(r for r in bad["rows"] if r["what"] == "fb" and r["variant"] == "ops")
-    row["errors"]["dphi"]["met"] = False
-    assert mhc.wrong_outputs(result) == []
-    assert mhc.wrong_outputs(bad) == [f"fb ops at {TOKENS} tokens, D = {DIM}: dphi"]
-    assert f"- fb ops at {TOKENS} tokens" in mhc.table(bad)
-
-
-def test_peers_of_this_run_replace_separate_times(on_h200: report.Result) -> None:
-    found = {b.name: (b.separate, b.us) for b in mhc.bars(on_h200, "fb", 4096)}
-    assert found["Liger"] == (False, 5 * 970)
-    assert found["TileKernels"] == (True, 1747)
-    assert next(iter(found)) == "mhc_inductor, ops"
-
-
-def test_pictures(result: report.Result, on_h200: report.Result, tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name, made in {"cpu": result, "h200": on_h200}.items():
-        path = tmp_path / f"{name}.png"
-        mhc.plot(made, path)
-        assert path.read_bytes().startswith(b"\x89PNG")
-        assert path.stat().st_size > 10_000
-
-
 # ---- the command line
-
-
-def test_command_line(tmp_path: pathlib.Path) -> None:
-    options = {
-        "--rows": "2560,determinism",
-        "--rounds": "2",
-        "--tokens": "4",
-        "--dim": "32",
-        "--device": "cpu",
-    }
-    arguments = ["mhc", "--no-compiled", *(word for pair in options.items() for word in pair)]
-    done = CliRunner().invoke(cli.app, [*arguments, "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert "nothing of a GPU" in " ".join(done.output.split())
-    path = tmp_path / "mhc-cpu-partial.json"  # a partial run never gets the file name of a full GPU run
-    stored = json.loads(path.read_text())
-    assert {r["dim"] for r in stored["rows"]} == {32}
-    assert path.with_suffix(".md").read_text() == mhc.table(stored)
-    shown = CliRunner().invoke(cli.app, ["table", str(path)])
-    assert shown.output == mhc.table(stored)
-
-
-def test_unknown_rows_are_refused(tmp_path: pathlib.Path) -> None:
-    done = CliRunner().invoke(cli.app, ["mhc", "--rows", "5000", "--out", str(tmp_path)])
-    assert done.exit_code == 2
-    assert list(tmp_path.iterdir()) == []
 
 
 def _one_triton(folder: pathlib.Path, version: str, us: float, **changed: Any) -> pathlib.Path:
@@ -563,7 +322,7 @@ def test_two_tritons_are_compared_row_by_row(tmp_path: pathlib.Path) -> None:
 
 # ---- size
 
-BUDGETS = {"mhc*": 1_188, "e79*": 714, "index*": 397, "selection*": 1_170, "lists*": 1_221}
+BUDGETS = {"mhc*": 1_174, "e79*": 665, "index*": 393, "selection*": 1_169, "lists*": 1_220}
 """Lines that an operator's modules may have: what they have, so that they can only shrink (all: test_budgets.py)."""
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import time
 from typing import Any
@@ -18,32 +17,6 @@ pytest.importorskip("rich")
 from benchmarks import multi_gpu  # noqa: E402
 from benchmarks.multi_gpu import jobs, report  # noqa: E402
 from benchmarks.multi_gpu.jobs import Job, Outcome  # noqa: E402
-from benchmarks.multi_gpu.training import POLICIES  # noqa: E402
-
-
-@pytest.mark.timeout(200)
-def test_it_scales_and_survives_a_dead_rank(tmp_path: pathlib.Path) -> None:
-    """A timed job, whose model is routed and trained with FSDP2 and DDP, and one of whose ranks ends."""
-    from typer.testing import CliRunner
-
-    from benchmarks import __main__ as cli
-
-    words = ["multi_gpu", "--device", "cpu", "--only", "weak scaling,context parallel", "--parts", "scaling,failures"]
-    done = CliRunner().invoke(cli.app, [*words, "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    result = json.loads((tmp_path / "multi_gpu-toy-partial.json").read_text())
-    assert result["complete"] and result["backend"] == "gloo" and len(result["kernel_sources_sha256"]) == 64
-    scaling, death = result["jobs"]
-    rows = {row["variant"]: row for row in scaling["found"]["rows"]}
-    assert rows["one rank"]["ratio"] == 1 and rows.keys() == {"one rank", "all ranks, no messages", *POLICIES, "DDP"}
-    for row in rows.values():
-        assert row["tokens_a_second_a_rank"] == pytest.approx(16e3 / row["median_ms"])
-    counted = scaling["found"]["counters"]
-    # One graph of the attentions' connections and one of the MLPs'; models may share them.
-    assert counted["routed mhc_pre"] == counted["routed mhc_post"] in (2, 4, 6), counted
-    assert [p["code"] for p in death["processes"]] == [0, 17] and "Error" in death["found"][0]["raised"]
-    page = (tmp_path / "multi_gpu-toy-partial.md").read_text()
-    assert "| FSDP2 |" in page and "**failed**" not in page and "not representative" in page
 
 
 def test_a_job_that_hangs_is_ended_and_fails(tmp_path: pathlib.Path) -> None:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import copy
-import json
+import functools
 import pathlib
 import pickle
 import sys
@@ -17,21 +16,15 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from typer.testing import CliRunner
-
-from benchmarks import __main__ as cli
 from benchmarks import (
-    report,
-    running,
     selection,
     selection_cases,
     selection_layer,
     selection_peers,
-    timing,
 )
 from benchmarks import selection_targets as targets
 from benchmarks.selection_targets import Shape
-from tests.tools.toy_runs import unlike
+from tests.tools import toy_runs
 
 CPU = torch.device("cpu")
 # The shapes are tiny, and one worker makes the run that most tests read.
@@ -39,70 +32,18 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("be
 TINY = Shape("tiny", 48, 2, 3, dim=8, block=8, picks=5)
 LATE = Shape("late", 3, 2, 2, keys=40, batch=2, dim=8, block=8, picks=5)
 SINGLE = Shape("single", 5, 2, 2, keys=30, dim=8, tokens=9)
-
-
-def settings(**changes: Any) -> selection.Settings:
-    return selection.Settings(**{"device": "cpu", "rounds": 4, "seed": 4, "small": True, **changes})
-
-
-def run(path: pathlib.Path, **changes: Any) -> dict[str, Any]:
-    selection.Run(settings(**changes), lambda r: running.save(r, path), lambda _: None).run()
-    return json.loads(path.read_text())
-
-
-@pytest.fixture(scope="module")
-def result(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(targets, "CROSSING_LENGTHS", (2048, 32768))
-        return run(tmp_path_factory.mktemp("selection") / "selection.json", parts=selection.PARTS)
+run, settings = (functools.partial(f, "selection") for f in (toy_runs.run, toy_runs.settings))
 
 
 @pytest.fixture
-def on_h200(result: dict[str, Any]) -> dict[str, Any]:
-    """Returns the run as it would look on an H200 at the published shapes, made by the run's own row code."""
-    made = copy.deepcopy(result)
-    made["device"], made["notice"] = {"type": "cuda", "name": "NVIDIA H200"}, None
-    runner = object.__new__(selection.Run)
-    runner.gpu, runner.result, runner.s, runner.dense_us = True, made, selection.Settings(), {}
-    made["rows"], made["crossing"], made["cpu"] = [], [], []
-    for shape in (targets.C1, targets.C2, targets.C3, targets.DECODE):
-        for select in selection_cases.SELECTS:
-            case = types.SimpleNamespace(shape=shape, select=select)
-            group = []
-            for what in ("fwd", "fb") if not shape.decodes else ("fwd",):
-                target = targets.TARGETS[shape.name, what]
-                for variant, us in (("ops", 0.95 * target.bar), (targets.DENSE, target.peers[targets.DENSE])):
-                    if variant == "ops" or select == "corr":
-                        row = row_of(shape, select, what, variant)
-                        runner.add_figures(case, row, timing.Timing([us] * 4))
-                        group.append(row)
-            runner.compare(case, group)
-            made["rows"] += group
-    for length in targets.CROSSING_LENGTHS:
-        for what in ("fwd", "fb"):
-            group = [row_of(Shape("x", length, 4, 16), "corr", what, v) for v in ("ops", targets.DENSE)]
-            for row, us in zip(group, (length, length * length / 5000), strict=True):
-                runner.add_figures(
-                    types.SimpleNamespace(shape=Shape("x", length, 4, 16), select="corr"), row, timing.Timing([us] * 4)
-                )
-            made["crossing"] += group
-    made["memory"] = [{"case": "c1", "peak_mb": 1300.0, "tensors_mb": 1140.0, "ratio": 1.14, "bar": 1.2, "met": True}]
-    return made
-
-
-def row_of(shape: Shape, select: str, what: str, variant: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"case": shape.name, "select": select, "what": what, "variant": variant}
-    row |= {"B": shape.batch, "S": shape.queries, "S_kv": shape.length, "G": shape.groups, "h": shape.heads}
-    return row | {"D": shape.dim, "ranges": shape.picks, "dtype": "bfloat16"}
+def result() -> dict[str, Any]:
+    return toy_runs.whole("selection")
 
 
 # ---- targets, selections and the formula
 
 
-def test_targets_are_in_order() -> None:
-    for (name, what), t in targets.TARGETS.items():
-        assert t.goal is not None and t.goal < t.bar < min(t.peers.values())
-        assert what == "fwd" or t.bar > targets.TARGETS[name, "fwd"].bar
+def test_the_bar_of_random_selections() -> None:
     rand = targets.target("c1", "fwd", "rand")
     assert rand is not None and rand.bar == pytest.approx(1.35 * 3900) and rand.goal is None
     assert targets.target("2K", "fwd", "corr") is None
@@ -232,39 +173,17 @@ def test_fla_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- a run
 
 
-def test_a_run_has_every_part(result: dict[str, Any]) -> None:
-    assert result["complete"] and result["operator"] == "selection" and result["notice"] == running.CPU_NOTICE
-    assert set(result["skipped"]) <= {"memory", targets.FLA}
-    cases = {(r["case"], r["select"], r["what"], r["variant"]) for r in result["rows"]}
-    for name in ("c1", "c2", "c3"):
-        for what in ("fwd", "fb"):
-            assert {(name, s, what, "ops") for s in selection_cases.SELECTS} <= cases
-            assert (name, "corr", what, targets.DENSE) in cases
-    assert {("decode", "corr", "fwd", v) for v in ("ops", targets.DENSE, "ops, from block indices")} <= cases
-    assert {("2K", "corr", "fb", "ops"), ("4K", "corr", "fb", "ops"), ("8K", "corr", "fb", targets.DENSE)} <= cases
-    assert {("tokens", "tokens", w, v) for w in ("fwd", "fb") for v in ("ops", targets.GATHER)} <= cases
-    assert [r for r in result["rows"] if "error" in r or not r["finite"]] == []
-    assert all(r["o_error"] < 5e-3 for r in result["rows"] if r["variant"].startswith("ops"))
-    assert all(
-        "times_dense" in r for r in result["rows"] if r["variant"] == "ops" and not r["case"].startswith("tokens")
-    )
+def test_what_a_run_holds(result: dict[str, Any]) -> None:
     assert {r["variant"] for r in result["crossing"]} == {"ops", targets.DENSE} and len(result["crossing"]) == 16
-    assert {r["variant"] for r in result["cpu"]} == {"ops", targets.MASKED}
-    beside = result["cpu_dense"]
-    assert {r["variant"] for r in beside} == {"ops", targets.CPU_DENSE}
-    assert {(r["what"], r["dtype"]) for r in beside} == {(w, d) for w in ("fwd", "fb") for d in ("float32", "bfloat16")}
-    assert all(("times_dense" in r) is (r["variant"] == "ops") and r["rounds"] == 4 for r in beside)
-    assert all(r["o_error"] < 5e-3 for r in beside if r["variant"] == "ops" and r["what"] == "fwd")
-    found = [e for r in result["cpu_errors"] for e in r["errors"].values()]
-    assert len(found) == 2 * 2 * 4 and all(e["met"] for e in found)
-
-
-def test_errors_are_held_against_dense_attention(result: dict[str, Any]) -> None:
-    assert {r["dtype"] for r in result["errors"]} == {"bfloat16", "float16", "float32"}
-    assert {r["logits_std"] for r in result["errors"]} == {1.0, 24.0}
-    found = [e for r in result["errors"] for k, e in r["errors"].items() if k != "lse"]
-    assert len(found) == 9 + 8 * 4 and all(e["met"] for e in found)
-    assert all(d["met"] for d in result["determinism"])
+    dense = result["cpu_dense"]
+    assert {(r["what"], r["dtype"]) for r in dense} == {(w, d) for w in ("fwd", "fb") for d in ("float32", "bfloat16")}
+    assert all(("times_dense" in r) is (r["variant"] == "ops") for r in dense)
+    assert {(r["dtype"], r["logits_std"]) for r in result["errors"]} == {
+        *((d, 1.0) for d in ("bfloat16", "float16", "float32")),
+        *((d, 24.0) for d in ("bfloat16", "float16")),
+    }
+    for rows, count in ((result["errors"], 9 + 8 * 4), (result["cpu_errors"], 2 * 2 * 4)):
+        assert len([e for r in rows for k, e in r["errors"].items() if k != "lse"]) == count
 
 
 def test_a_wrong_result_misses_its_bar(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,22 +191,6 @@ def test_a_wrong_result_misses_its_bar(tmp_path: pathlib.Path, monkeypatch: pyte
     monkeypatch.setattr(selection_cases, "both", lambda *a: {k: t * 1.02 for k, t in right(*a).items()})
     wrong = run(tmp_path / "x.json", parts=("errors",))
     assert not any(r["errors"]["dk"]["met"] for r in wrong["errors"] if "dk" in r["errors"])
-
-
-def test_a_parts_failure_is_recorded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(selection_cases, "both", broken)
-    found = run(tmp_path / "x.json", parts=("cpu", "errors"))
-    assert found["skipped"]["errors"] == "RuntimeError: no such kernel" and not found["complete"]
-    assert {r["what"] for r in found["cpu"] if "error" in r} == {"fb"}
-
-
-def test_a_run_has_the_fields_of_the_committed_result(result: dict[str, Any]) -> None:
-    assert unlike(result, "selection", "memory", "cpu", "cpu_dense", "cpu_errors") == {}
-    missing = ("rows", "crossing", "errors", "determinism", "memory", "layers", "union")
-    assert unlike(result, "selection-cpu", *missing) == {}
 
 
 def test_what_is_compiled_side_by_side() -> None:
@@ -301,26 +204,7 @@ def test_what_is_compiled_side_by_side() -> None:
 # ---- tables and plots --------------------------------------------------------------------------------------
 
 
-def test_tables_are_whole(result: dict[str, Any], on_h200: dict[str, Any]) -> None:
-    for made in (result, on_h200):
-        for block in selection.table(made).split("\n\n"):
-            if block.startswith("|"):
-                assert len({line.count("|") for line in block.splitlines()}) == 1
-    assert running.CPU_NOTICE in selection.table(result) and "skipped: memory: " in selection.table(result)
-
-
-def test_table_of_an_h200_run_marks_every_bar(on_h200: dict[str, Any]) -> None:
-    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in selection.table(on_h200).splitlines()]
-    line = next(x for x in lines if x[:2] == ["c1", "corr"] and x[5:7] == ["forward", "mhc_inductor, ops"])
-    assert line[7] == "3.71 ms" and line[9:13] == ["3.9 ms", "2.6 ms", "met", "2.04"]
-    line = next(x for x in lines if x[:2] == ["decode", "rand"])
-    assert line[7] == "24.7 µs" and line[9:12] == ["35.1 µs", "", "met"]
-    assert report.verdict({"met_bar": True, "met_goal": True}) == "goal met"
-    assert report.verdict({"met_bar": False, "met_goal": False}) == "**not met**"
-    assert report.verdict({}) == ""
-
-
-def test_where_sparse_passes_dense(on_h200: dict[str, Any]) -> None:
+def test_where_sparse_passes_dense() -> None:
     ours = [(n, float(n)) for n in (2048, 4096, 8192)]
     for scale, want in ((5000, 5000), (1000, 2048), (10**6, None)):
         points = {"ops": ours, targets.DENSE: [(n, n * n / scale) for n, _ in ours]}
@@ -328,34 +212,7 @@ def test_where_sparse_passes_dense(on_h200: dict[str, Any]) -> None:
         assert at is None if want is None else at == pytest.approx(want)
 
 
-def test_pictures(result: dict[str, Any], on_h200: dict[str, Any], tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name, made in {"cpu": result, "h200": on_h200}.items():
-        for draw in (selection.plot, selection.plot_crossing):
-            path = tmp_path / f"{name}-{draw.__name__}.png"
-            draw(made, path)
-            assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
-
-
 # ---- the command line
-
-
-def test_command_line(tmp_path: pathlib.Path) -> None:
-    words = ["--part", "cpu", "--rounds", "4", "--device", "cpu", "--small", "--out", str(tmp_path)]
-    done = CliRunner().invoke(cli.app, ["selection", *words])
-    assert done.exit_code == 0, done.output
-    path = tmp_path / "selection-cpu-partial.json"  # a partial run never gets the file name of a full run
-    stored = json.loads(path.read_text())
-    assert path.with_suffix(".md").read_text() == selection.table(stored)
-    assert path.with_suffix(".png").exists()
-    shown = CliRunner().invoke(cli.app, ["table", str(path)])
-    assert shown.output == selection.table(stored)
-
-
-def test_unknown_parts_are_refused(tmp_path: pathlib.Path) -> None:
-    done = CliRunner().invoke(cli.app, ["selection", "--part", "gpu", "--out", str(tmp_path)])
-    assert done.exit_code == 2
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_layers_are_timed_whole_and_in_parts(result: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end-to-end benchmark of models with sparse attention: jobs, rows, bars, bounds of errors, pages."""
+"""The end-to-end benchmarks of whole models and that of the pass: jobs, rows, bars, bounds of errors, pages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import dataclasses
 import json
 import os
 import sys
-import zipfile
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from benchmarks import __main__ as cli
-from benchmarks import environment, processes, sparse_cases, sparse_models, worker
+from benchmarks import (
+    deepseek_model,
+    deepseek_v4,
+    environment,
+    pages,
+    processes,
+    routing,
+    sparse_cases,
+    sparse_models,
+    worker,
+)
 from benchmarks import sparse_cases as targets
 from benchmarks.sparse_cases import (
     COMPILE,
@@ -208,83 +215,34 @@ exec sleep 60
     assert row["output"] == "noise\n"
 
 
-def test_transformers_may_come_from_a_folder_or_a_wheel(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        processes.make_importable(str(tmp_path / "nowhere"), tmp_path)
-    wheel, folder = tmp_path / "sparse_probe-1-py3-none-any.whl", tmp_path / "packages"
-    folder.mkdir()
-    with zipfile.ZipFile(wheel, "w") as z:
-        z.writestr("sparse_probe.py", "value = 7")
-    paths = processes.make_importable(os.pathsep.join(map(str, (wheel, folder))), tmp_path / "unpacked")
-    assert paths == (str(tmp_path / "unpacked" / wheel.stem), str(folder)) and sys.path[:2] == [*paths]
-    import sparse_probe
-
-    assert sparse_probe.value == 7
-
-
-def test_an_old_dependency_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "transformers.py").write_text("raise ImportError('huggingface-hub>=1.31.0 is required')")
-    monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    with pytest.raises(ImportError, match=r"huggingface-hub>=1\.31\.0 is required.*accepts 1\.5"):
-        processes.make_importable(str(tmp_path), tmp_path)
-
-
 # ---- the result
 
 
-def _rows(**changes: Any) -> dict[str, dict[str, Any]]:
-    base = {"median_ms": 10.0, "peak_gib": 2.0, "compile_s": 20.0, "error_logits": 0.01, "error_gradients": 0.02}
-    peer = {**base, "median_ms": 50.0, "compile_s": 40.0}
-    return {OURS: {**base, **changes}, COMPILE: peer}
-
-
-def test_verdicts():
-    by_name = {c.name: c for c in targets.CASES}
-    (time, memory) = targets.verdicts(by_name["deepseek_v4-1x8192-forward"], _rows())
-    assert (time["met_bar"], time["met_goal"], memory["met_bar"], memory["met_goal"]) == (True, True, True, None)
-    (times,) = targets.verdicts(by_name["deepseek_v32-1x16384-forward"], _rows())
-    assert times["value"] == 5 and times["met_bar"] and not times["met_goal"]
-    _, share = targets.verdicts(by_name["deepseek_v4-2x2048-forward"], _rows())
-    assert share["value"] == 0.5 and share["met_bar"] and not share["met_goal"]
-    assert targets.verdicts(by_name["deepseek_v32-1x32768-forward"], _rows()) == []
+@pytest.mark.parametrize("name", ["sparse_models", "sparse_models-partial", "sparse_models-published"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_verdicts_follow_from_the_committed_rows(name, device, monkeypatch):
+    want = pages.read(name)
+    monkeypatch.setattr(environment, "device_facts", lambda _: want["device"] if device == "cuda" else {"name": "CPU"})
+    cases = tuple(Case(**made) for made in want["settings"]["cases"])
+    result = sparse_models.gather(sparse_models.Settings(device, cases), want["rows"])
+    assert result["errors"] == want["errors"]
+    assert result["verdicts"] == (want["verdicts"] if device == "cuda" else [])
+    assert {"commit", "routing_sha256", "kernel_sources_sha256", "device", "versions"} <= result.keys()
 
 
 @pytest.mark.parametrize(("error", "within"), [(0.019, True), (0.021, False)])
 def test_errors_are_bounded_by_those_of_the_others(error, within):
-    found = {e["what"]: e["within"] for e in targets.errors(_rows(error_logits=error))}
-    assert found == {"error_logits": within, "error_gradients": True}
+    rows = {OURS: {"error_logits": error}, COMPILE: {"error_logits": 0.0095}}
+    assert targets.errors(rows)[0]["within"] is within
     assert targets.errors({OURS: {"error_logits": error}})[0]["within"] is None, "nothing to compare with"
 
 
-def test_the_page_names_bars_failures_and_bad_errors(tmp_path, monkeypatch):
-    made = settings(cases=targets.CASES[2:4], toy=False)
-    rows = []
-    for c in made.cases:
-        for variant, row in _rows(error_logits=0.5).items():
-            rows.append({"variant": variant, "case": c.name, "part": c.part, **row})
-        rows.append({"variant": EAGER, "case": c.name, "part": c.part, "error": "OutOfMemoryError: none left"})
-    rows[0]["routing"] = {"routed": {"index_topk": 2}, "fused": {}, "seconds": 0.5}
-    rows[0]["reasons"] = ["the mask is a | tensor"]
-    monkeypatch.setattr(environment, "device_facts", lambda _: {"type": "cuda", "name": "NVIDIA H200"})
-    result = sparse_models.gather(made, rows)
-    sparse_models.write(result, tmp_path / "sparse_models.json")
-    page = (tmp_path / "sparse_models.md").read_text()
-    for text in (
-        "13.5 met",
-        "7 **not met**",
-        "OutOfMemoryError",
-        "2 index_topk",
-        "a / tensor",
-        "**error out of bounds**",
-    ):
-        assert text in page, text
-    assert (tmp_path / "sparse_models.png").stat().st_size > 10_000
-    kept = json.loads((tmp_path / "sparse_models.json").read_text())
-    assert {"commit", "routing_sha256", "kernel_sources_sha256", "device", "versions"} <= kept.keys()
-    printed = CliRunner().invoke(cli.app, ["table", str(tmp_path / "sparse_models.json")])
-    assert printed.output == page
+def test_the_page_names_failures_reasons_and_bad_errors():
+    result = pages.read("sparse_models")
+    result["rows"][0] |= {"reasons": ["the mask is a | tensor"], "error": "OutOfMemoryError: none left"}
+    result["errors"][0]["within"] = False
+    page = sparse_models.table(result)
+    assert all(text in page for text in ("a / tensor", "**error out of bounds**", "OutOfMemoryError: none left"))
 
 
 def _run(rows, **changes):
@@ -315,11 +273,139 @@ def test_rows_of_peers_are_filled_from_a_later_run():
         fill(first, _run(later["rows"], device={"type": "cuda", "name": "NVIDIA H100"}))
 
 
-def test_the_command(tmp_path):
-    words = ["sparse_models", "--toy", "--device", "cpu", "--only", "deepseek_v32,2x32-forward", "--variant", "eager"]
-    done = CliRunner().invoke(cli.app, [*words, "--rounds", "2", "--out", str(tmp_path), "--keep", str(tmp_path / "k")])
-    assert done.exit_code == 0, done.output
-    result = json.loads((tmp_path / "sparse_models-toy-partial.json").read_text())
-    assert [r["variant"] for r in result["rows"]] == [EAGER] and result["verdicts"] == []
-    assert "not representative" in done.output
-    assert CliRunner().invoke(cli.app, ["sparse_models", "--toy", "--only", "gpt"]).exit_code == 2
+# ---- DeepSeek-V4 with and without checkpointing
+
+SMALL = deepseek_model.Size(1, 32, 2, 16, 16, 16, 2, 16, 4, 2, 16, 64, 2, 16)
+
+
+def v4_job(variant: str = "eager", part: str = "forward") -> deepseek_v4.Job:
+    return deepseek_v4.Job(variant, part, "cpu", dataclasses.asdict(SMALL), 2)
+
+
+# ---- the model
+
+
+def test_the_measured_model_has_the_published_size():
+    from transformers import DeepseekV4ForCausalLM
+
+    with torch.device("meta"):
+        model = DeepseekV4ForCausalLM(deepseek_model.config(deepseek_model.Size()))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == 155
+
+
+def test_only_mhc_stays_in_fp32():
+    model = deepseek_model.build(SMALL, CPU, torch.bfloat16)
+    kept = {n for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert kept == {n for n, _ in model.named_parameters() if "_hc." in n or "hc_head." in n}
+    assert len(kept) == 2 * 3 + 3
+    assert model(input_ids=deepseek_model.tokens(SMALL, CPU)).logits.isfinite().all()
+
+
+def test_trivial_coefficients_depend_on_no_token_and_are_taken_back():
+    model = deepseek_model.build(SMALL, CPU, torch.float32)
+    connection = next(m for m in model.modules() if type(m).__name__ == "DeepseekV4HyperConnection")
+    x = torch.randn(2, 3, 4, SMALL.dim)
+    usual = [t.detach() for t in connection(x)]
+    with deepseek_model.trivial_coefficients():
+        post, comb, h_in = connection(x)
+    assert [t.shape for t in (post, comb, h_in)] == [t.shape for t in usual]
+    assert torch.equal(post[0, 0], post[1, 2]) and torch.equal(comb[0, 0], comb[1, 2])
+    for a, b in zip(connection(x), usual, strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- one process
+
+
+@pytest.mark.parametrize("part", deepseek_v4.PARTS)
+def test_a_row_of_deepseek_v4(part):
+    row = deepseek_v4.measure(v4_job(part=part))
+    assert len(row["samples_ms"]) == 3 and min(row["samples_ms"]) <= row["median_ms"] <= max(row["samples_ms"])
+    assert 3.0 < row["loss"] < 6.0, "an untrained model: about ln 64 = 4.16"
+    assert "compile_s" not in row and "peak_gib" not in row
+    if part != "forward":
+        assert row["gradient_norm"] > 0
+        assert not any("hc" in name for name in row["parameters_without_gradient"])
+
+
+def test_checkpointing_changes_no_result():
+    plain, checkpointed = (deepseek_v4.measure(v4_job(part=p)) for p in ("training", "checkpointed"))
+    assert checkpointed["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert checkpointed["gradient_norm"] == pytest.approx(plain["gradient_norm"], rel=1e-5)
+
+
+def test_the_plugins_row_counts_what_was_routed():
+    torch._dynamo.reset()
+    row = deepseek_v4.measure(v4_job("mhc_inductor"))
+    torch._dynamo.reset()
+    assert row["routing"]["routed"] == {"mhc_pre": 2, "mhc_post": 2, "mhc_head": 1}
+    assert 0 < row["routing"]["seconds"] < row["compile_s"]
+    assert 0 < row["routing"]["share_of_compile"] < 1
+    assert row["loss"] == pytest.approx(deepseek_v4.measure(v4_job())["loss"], rel=1e-5)
+
+
+# ---- the driver
+
+
+def v4_settings(**changes: Any) -> deepseek_v4.Settings:
+    return deepseek_v4.Settings(**{"device": "cpu", "size": SMALL, "rounds": 2, **changes})
+
+
+def test_the_plan_starts_with_what_compiles_longest():
+    plan = v4_settings().plan()
+    assert len(plan) == 12 == len({j.name for j in plan})
+    assert plan[0].name == "torch.compile-checkpointed"
+    assert plan[-1].name == "eager-forward"
+    assert [j.name for j in v4_settings(variants=("eager",), parts=("forward",)).plan()] == ["eager-forward"]
+
+
+# ---- the result
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_verdicts_of_deepseek_v4_follow_from_the_committed_rows(device, monkeypatch):
+    want = pages.read("deepseek_v4")
+    monkeypatch.setattr(environment, "device_facts", lambda _: want["device"] if device == "cuda" else {"name": "CPU"})
+    made = deepseek_v4.Settings(device, deepseek_model.Size(), tuple(want["variants"]))
+    result = deepseek_v4.gather(made, want["rows"])
+    assert result["variants"] == want["variants"]
+    assert result["verdicts"] == (want["verdicts"] if device == "cuda" else [])
+    assert {v["met_bar"] for v in want["verdicts"]} == {v["met_goal"] for v in want["verdicts"]} == {True, False}
+    assert result["kernel_sources_sha256"] == environment.source_hash() and result["versions"]["transformers"]
+    result["rows"].append({"variant": "trivial", "part": "training", "error": "OutOfMemoryError: no\nmore"})
+    assert "- failed: trivial, training: OutOfMemoryError: no\n" in deepseek_v4.table(result)
+
+
+def test_compile_times_of_a_slower_processor_are_also_scaled():
+    variants = {
+        "torch.compile": {"forward_compile_s": 2 * deepseek_v4.RECORD_COMPILE_S},
+        "mhc_inductor": {"forward_compile_s": 38.0, "checkpointed_compile_s": 90.0},
+    }
+    absolute, scaled = deepseek_v4.verdicts(variants, deepseek_v4.VARIANTS)
+    assert absolute["value"] == 38.0 and not absolute["met_bar"]
+    assert scaled["value"] == pytest.approx(19.0) and scaled["met_bar"] and not scaled["met_goal"]
+    assert "x 31 / 62.0" in scaled["what"]
+    # A time taken while other compiles run does not measure the processor.
+    assert deepseek_v4.verdicts(variants, ("mhc_inductor",)) == [absolute]
+
+
+# ---- the pass
+
+
+def test_every_run_of_the_pass_is_watched():
+    torch._dynamo.reset()
+    import mhc_inductor.routing as module
+
+    original = module.route
+    with routing.watched() as reports:
+        gm = torch.fx.symbolic_trace(lambda x: x + 1)
+        module.route(gm)
+    assert module.route is original
+    assert len(reports) == 1 and reports[0].nodes == 3 and reports[0].seconds > 0
+
+
+def test_routing_bars():
+    result = pages.read("routing")
+    result["rows"][-1]["cpu_seconds"], result["compile"]["share"] = 15.5, 0.1
+    text = routing.table(result)
+    assert "15.50 (**bar not met**)" in text and "10.0 % (bar met)" in text

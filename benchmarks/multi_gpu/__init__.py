@@ -9,7 +9,6 @@ result is written after every job. On a CPU (gloo, ``--toy``) the same jobs run 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import pathlib
 import tempfile
@@ -21,6 +20,7 @@ import torch
 
 from .. import environment, processes
 from ..processes import Row
+from ..report import writer
 from ..source_hash import ROUTING, source_hash
 from . import jobs
 from .jobs import Job, Outcome
@@ -137,4 +137,4 @@ def _row(job: Job, outcomes: list[Outcome]) -> Row:
     return row if good else row | {"logs": [o.log[-2500:] for o in outcomes]}
 
 
-write = functools.partial(processes.write, table=table)
+write = writer(table)

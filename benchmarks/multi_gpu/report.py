@@ -152,7 +152,10 @@ def _parts(jobs: list[Row]) -> Iterator[Part]:
     rows = [_losses(name, row) for name, row in variants if "difference" in row]
     yield "Losses against one rank that trains on all batches", headings, rows
     headings = ("trained", "losses equal in bits", "checkpoints")
-    rows = [_resumed(row) for _, row in _found(jobs, "fsdp", "nothing_lost")]
+    rows = [
+        [f"{len(r['losses'] or ())} steps", "yes" if r["nothing_lost"] else "**no**", ", ".join(r["checkpoints"])]
+        for _, r in _found(jobs, "fsdp", "nothing_lost")
+    ]
     yield "examples/train_fsdp.py, killed and resumed", headings, rows
     yield from (_scaling(row, len(job["processes"])) for job, row in _found(jobs, "scaling", "rows"))
     context = [row for _, row in _found(jobs, "context", "rows")]
@@ -165,11 +168,6 @@ def _parts(jobs: list[Row]) -> Iterator[Part]:
     headings = ("devices", "losses", "gradients differ by", "bits of ops")
     rows = [_devices(row) for _, row in _found(jobs, "failures", "devices")]
     yield "Several devices in one process", headings, rows
-
-
-def _resumed(row: Row) -> list[str]:
-    same = "yes" if row["nothing_lost"] else "**no**"
-    return [f"{len(row['losses'] or ())} steps", same, ", ".join(row["checkpoints"])]
 
 
 def _checked(job: Row, row: Row) -> list[str]:

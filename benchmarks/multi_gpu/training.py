@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on several ranks: losses against one rank's, and weak scaling.
 
-The model is the example's mHC transformer, with the hyper-connections written out in plain PyTorch.
+The model is the example's mHC transformer, with the hyper-connections written out in PyTorch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mhc_inductor.nn import HyperConnection
-
+from ..ways.models import Written
 from .rank import Ranks, worst
 
 BAR, BAR_RANKS = 0.93, 4
@@ -30,7 +29,7 @@ POLICIES: dict[str, dict[str, bool]] = {FSDP: {}, MIXED: {"mixed": True}, KEPT: 
 """What :func:`fully_sharded` takes."""
 ALLOWED = {True: 5e-3, False: 1e-5}
 """Largest relative difference of losses by whether products are in bf16, which round by their size."""
-STREAMS, SINKHORN = 4, 4
+STREAMS = 4
 
 # --- the model ----------------------------------------------------------------------------------------------
 
@@ -47,29 +46,6 @@ class Size:
     @property
     def tokens(self) -> int:
         return self.batch * self.seq
-
-
-class Written(HyperConnection):
-    """A hyper-connection whose forward is the paper's formula in plain PyTorch, as a model's author writes it."""
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        n = self.n
-        v = x.flatten(-2).float()
-        phi, alpha, bias = (p.float() for p in (self.phi, self.alpha, self.bias))  # a policy may have rounded them
-        z = nn.functional.linear(v, phi) * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
-        pre, post, res = z.split((n, n, n * n), -1)
-        b_pre, b_post, b_res = bias.split((n, n, n * n))
-        h_pre = torch.sigmoid(alpha[0] * pre + b_pre) + 1e-6
-        h_post = 2 * torch.sigmoid(alpha[1] * post + b_post)
-        c = (alpha[2] * res + b_res).unflatten(-1, (n, n)).softmax(-1) + 1e-6
-        c = c / (c.sum(-2, keepdim=True) + 1e-6)
-        for _ in range(SINKHORN - 1):
-            c = c / (c.sum(-1, keepdim=True) + 1e-6)
-            c = c / (c.sum(-2, keepdim=True) + 1e-6)
-        h_in = (h_pre.unsqueeze(-1) * x.float()).sum(-2).to(x.dtype)
-        f_out = self.sublayer(h_in)
-        mixed = c.transpose(-1, -2) @ x.float()
-        return (h_post.unsqueeze(-1) * f_out.float().unsqueeze(-2) + mixed).to(x.dtype)
 
 
 def built(size: Size, ranks: Ranks) -> nn.Module:

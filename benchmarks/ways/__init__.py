@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ import torch
 
 from .. import environment, processes, running
 from ..processes import Row, figure
-from ..report import facts, markdown
+from ..report import facts, markdown, writer
 from ..source_hash import source_hash
 from . import cell
 from .cell import NAMED, RIGHT, STRICT, WAYS, WIDE, WRONG
@@ -42,7 +41,7 @@ class Settings:
     """What to run.
 
     ``jobs``: processes side by side; ``budget_s``: seconds after which no cell begins; ``limit_s``: the longest that one
-    may take; ``only``: words of which a cell's name must have one, if there are any; ``paths``: for PYTHONPATH.
+    may take; ``only``: words of which a cell's name must have one, if there are any.
     """
 
     device: str
@@ -51,7 +50,6 @@ class Settings:
     budget_s: float = 420.0
     limit_s: float = 400.0
     only: tuple[str, ...] = ()
-    paths: tuple[str, ...] = ()
 
     def plan(self) -> list[Cell]:
         """Returns all cells in the order in which they begin: way by way, then models of published widths."""
@@ -90,7 +88,7 @@ def start(settings: Settings, log: pathlib.Path, jobs: int, gpu: str) -> process
     for name, folder in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         env[name] = os.environ.get(name, str(log.parent / folder))
     words = ["serve", "ways", settings.device, str(int(settings.toy)), threads]
-    worker = processes.Worker(words, log, processes.environ(*settings.paths, **env))
+    worker = processes.Worker(words, log, processes.environ(**env))
     worker.answer()  # ready
     return worker
 
@@ -225,4 +223,4 @@ def table(result: Row) -> str:
     return processes.document("Ways to train and serve, against eager", lines, *parts, last)
 
 
-write = functools.partial(processes.write, table=table)
+write = writer(table)
