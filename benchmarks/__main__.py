@@ -58,11 +58,7 @@ OPTIONS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "ranks": (int, 0, {"min": 0, "help": "Processes, each with a GPU; 0: as many as there are GPUs."}),
     "jobs": (int, 4, {"min": 1, "help": "Processes side by side."}),
     "toy": (bool, False, {"help": "Tiny models, for trying it out; the only ones on a CPU."}),
-    "keep": (
-        Folder,
-        RESULTS,
-        {"help": "Where rows, caches and logs are kept, so that a run goes on where it stopped."},
-    ),
+    "keep": (Folder, RESULTS, {"help": "Where rows, caches and logs are kept, so that a run goes on."}),
     "out": (Folder, RESULTS, {"help": "Folder for the JSON, the Markdown table and the pictures."}),
 }
 """The type of an option, its usual default, and what typer is told of it."""

@@ -215,7 +215,7 @@ def plain(i: Inputs) -> Named:
     return _formula(i.detached())
 
 
-def _bar(name: str, value: torch.Tensor, exact: torch.Tensor, roundings: int) -> float:
+def _bar(value: torch.Tensor, exact: torch.Tensor, roundings: int) -> float:
     if value.dtype in (torch.bfloat16, torch.float16):
         return targets.ROUNDING_MARGIN * roundings * relative(exact.to(value.dtype), exact)
     return targets.RELATIVE_BAR
@@ -226,7 +226,7 @@ def compare(got: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], 
     result = {}
     for name, value in got.items():
         # With post, dx is the sum of the gradients of two ops, each rounded once.
-        bar = _bar(name, value, exact[name], 2 if name == "dx" and with_post else 1)
+        bar = _bar(value, exact[name], 2 if name == "dx" and with_post else 1)
         error = relative(value, exact[name].reshape(value.shape))
         result[name] = {"relative": error, "bar": bar, "met": error <= bar}
     return result

@@ -151,9 +151,6 @@ class FixedClock(Clock):
             for at, t in timing.interleaved(chosen, self.device, self.flush, rounds, warm).items():
                 yield int(at), t
 
-    def failure(self, v: Variant, e: BaseException) -> Row:
-        return {"error": running.message(e)}
-
 
 def chained(v: Variant, length: int, build: Callable[[], Callable[[], Any]]) -> Variant:
     """Returns a variant of ``length`` calls after one another, as in a decoding loop."""

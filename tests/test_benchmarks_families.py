@@ -52,7 +52,8 @@ TARGETS |= {"lists": lists_targets, "selection": selection_targets}
 def of(name: str, *rest: Any) -> Any:
     """Returns a case that runs where the other tests of its family do, which read the same toy run."""
     group = "benchmarks" if name == "mhc" else f"benchmarks_{name}"
-    return pytest.param(name, *rest, marks=pytest.mark.xdist_group(group), id="-".join((name, *map(str, rest[:1]))))
+    words = (name, *(word for word in rest[:1] if isinstance(word, str)))
+    return pytest.param(name, *rest, marks=pytest.mark.xdist_group(group), id="-".join(words))
 
 
 every_family = pytest.mark.parametrize("name", [of(name) for name in TARGETS])
@@ -177,7 +178,7 @@ def test_parts_of_a_gpu(
     """Checks what only a GPU's run adds, on a CPU that is taken for one: chains, a sequence alone, memory."""
     found = {"peak_above_mb": 600.0, "met_bar": True}
     monkeypatch.setattr("benchmarks.running.peak_memory", lambda call, *_: found | {"outputs": len(call())})
-    runner = module(name).Run(toy_runs.settings(name, **changes), lambda _: None, lambda _: None)
+    runner = module(name).Run(toy_runs.settings(name, parts=parts, **changes), lambda _: None, lambda _: None)
     runner.gpu = True
     for part in parts:
         runner.part(part)
