@@ -7,37 +7,18 @@ differ from those in one respect: the gradient of x_out is not rounded between t
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from mhc_inductor.reference import mhc
-from mhc_inductor.reference.mhc import (
-    coefficients_backward,
-    collapse_dots,
-    head_logit_gradient,
-    pre_logit_gradients,
-)
+from mhc_inductor.reference.mhc import Options, Saved, Site, collapse_dots, head_options
 from mhc_inductor.reference.precision import as_given
 
 
 @as_given
 def mhc_post_pre(
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    transpose_res: bool,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    post_eps: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str = "inside",
+    x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool, *pre: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes :func:`mhc.mhc_post`, then :func:`mhc.mhc_pre` of its result, which is rounded to x's dtype first.
 
@@ -47,18 +28,7 @@ def mhc_post_pre(
         h_post: Weights ``[..., n]`` of the sublayer that computed f_out.
         h_res: Mixing matrix ``[..., n, n]`` of that sublayer, or None for the identity.
         transpose_res: Whether R is ``h_res.T`` instead of h_res.
-        phi: Projection of the next sublayer, as for :func:`mhc.mhc_pre`; so are the remaining arguments.
-        alpha: Scales of the next sublayer.
-        bias: Biases of the next sublayer.
-        gamma: Norm weight of the next sublayer, or None.
-        norm_eps: See :func:`mhc.mhc_pre`.
-        hc_eps: See :func:`mhc.mhc_pre`.
-        post_mult: See :func:`mhc.mhc_pre`.
-        post_eps: See :func:`mhc.mhc_pre`.
-        sinkhorn_iters: See :func:`mhc.mhc_pre`.
-        sinkhorn_eps: See :func:`mhc.mhc_pre`.
-        sinkhorn_form: See :func:`mhc.mhc_pre`.
-        norm_form: See :func:`mhc.mhc_pre`.
+        *pre: The arguments of :func:`mhc.mhc_pre` after x, for the next sublayer.
 
     Returns:
         ``(x_out, h_in, next_post, next_res, h_pre, h_mix, inv_rms)``: the output of :func:`mhc.mhc_post`, then the
@@ -67,41 +37,13 @@ def mhc_post_pre(
     Source: arXiv 2512.24880, equations 3 and 14 to 19.
     """
     x_out = mhc.mhc_post(x, f_out, h_post, h_res, transpose_res)
-    return x_out, *mhc.mhc_pre(
-        x_out, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps,
-        sinkhorn_form, norm_form,
-    )  # fmt: skip
+    return x_out, *mhc.mhc_pre(x_out, *pre)
 
 
 @as_given
 def mhc_post_pre_backward(
-    dx_out: Tensor | None,
-    dh_in: Tensor | None,
-    dnext_post: Tensor | None,
-    dnext_res: Tensor | None,
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    transpose_res: bool,
-    x_out: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    next_post: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    post_eps: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str = "inside",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dx_out: Tensor | None, dh_in: Tensor | None, dnext_post: Tensor | None, dnext_res: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
     """Computes the gradients of :func:`mhc_post_pre`; a gradient of None counts as zero.
 
     ::
@@ -109,8 +51,9 @@ def mhc_post_pre_backward(
         g = dx_out + dx of mhc_pre_backward(x_out)         # [..., n, D], not rounded
         dx, df, dh_post, dh_res = mhc_post_backward(g)
 
-    dx_out, dh_in, dnext_post and dnext_res are the gradients of the first four outputs; x_out, h_pre, next_post, h_mix
-    and inv_rms are outputs of :func:`mhc_post_pre`; the rest are its arguments.
+    dx_out, dh_in, dnext_post and dnext_res are the gradients of the first four outputs. The other arguments: those of
+    :func:`mhc.mhc_post`; x_out; phi, alpha, bias and gamma; h_pre, next_post, h_mix and inv_rms; the options. x_out,
+    h_pre, next_post, h_mix and inv_rms are outputs of :func:`mhc_post_pre`.
 
     Returns:
         ``(dx, df, dh_post, dh_res, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype. dh_res has
@@ -118,30 +61,16 @@ def mhc_post_pre_backward(
 
     Source: derived from arXiv 2512.24880, equations 3 and 14 to 19.
     """
-    d = pre_logit_gradients(
-        collapse_dots(dh_in, x_out), dnext_post, dnext_res, phi, alpha, bias, h_pre, h_mix, inv_rms,
-        norm_eps, post_mult, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
-    )  # fmt: skip
-    return _through_post(
-        d, dx_out, dh_in, x, f_out, h_post, h_res, transpose_res, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms,
-        norm_eps, norm_form,
-    )  # fmt: skip
+    *post, x_out = rest[:6]
+    h_pre, _, *others = rest[10:14]
+    dh = collapse_dots(dh_in, x_out), dnext_post, dnext_res
+    g, *dparams = mhc.backward(dh, dh_in, x_out, Site(*rest[6:10]), Saved(h_pre, *others), dx_out, Options(*rest[14:]))
+    return *mhc.mhc_post_backward(g, *post), *dparams
 
 
 @as_given
 def mhc_post_head(
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    transpose_res: bool,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    norm_form: str = "inside",
+    x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool, *head: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes :func:`mhc.mhc_post`, then :func:`mhc.mhc_head` of its result, which is rounded to x's dtype first.
 
@@ -154,69 +83,22 @@ def mhc_post_head(
     Source: arXiv 2512.24880, equation 3, and the head as in :func:`mhc.mhc_head`.
     """
     x_out = mhc.mhc_post(x, f_out, h_post, h_res, transpose_res)
-    return x_out, *mhc.mhc_head(x_out, phi, alpha, bias, gamma, norm_eps, hc_eps, norm_form)
+    return x_out, *mhc.mhc_head(x_out, *head)
 
 
 @as_given
-def mhc_post_head_backward(
-    dx_out: Tensor | None,
-    dh_in: Tensor | None,
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    transpose_res: bool,
-    x_out: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    norm_form: str = "inside",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def mhc_post_head_backward(dx_out: Tensor | None, dh_in: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Computes the gradients of :func:`mhc_post_head`, by the formulas of :func:`mhc_post_pre_backward`.
 
-    dx_out and dh_in, each of which may be None for zero, are the gradients of the first two outputs; x_out, h_pre,
-    h_mix and inv_rms are outputs of :func:`mhc_post_head`; the rest are its arguments.
+    dx_out and dh_in, each of which may be None for zero, are the gradients of the first two outputs. The other arguments:
+    those of :func:`mhc.mhc_post`; x_out; phi, alpha, bias and gamma; h_pre, h_mix and inv_rms; the options. x_out, h_pre,
+    h_mix and inv_rms are outputs of :func:`mhc_post_head`.
 
     Returns:
         ``(dx, df, dh_post, dh_res, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype. dh_res has
         shape [0] without h_res, dgamma without gamma.
     """
-    d = [head_logit_gradient(collapse_dots(dh_in, x_out), alpha, bias, h_mix, inv_rms, norm_eps, norm_form)]
-    return _through_post(
-        d, dx_out, dh_in, x, f_out, h_post, h_res, transpose_res, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms,
-        norm_eps, norm_form,
-    )  # fmt: skip
-
-
-def _through_post(
-    d: list[Tensor],
-    dx_out: Tensor | None,
-    dh_in: Tensor | None,
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    transpose_res: bool,
-    x_out: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    norm_eps: float,
-    norm_form: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of all inputs from those of the second half's logits."""
-    g, dphi, dalpha, dbias, dgamma = coefficients_backward(
-        d, dh_in, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_out, norm_eps, norm_form
-    )
-    dx, df, dh_post, dh_res = mhc.mhc_post_backward(g, x, f_out, h_post, h_res, transpose_res)
-    return dx, df, dh_post, dh_res, dphi, dalpha, dbias, dgamma
+    *post, x_out = rest[:6]
+    site, saved, o = Site(*rest[6:10]), Saved(*rest[10:13]), head_options(*rest[13:])
+    g, *dparams = mhc.backward([collapse_dots(dh_in, x_out)], dh_in, x_out, site, saved, dx_out, o)
+    return *mhc.mhc_post_backward(g, *post), *dparams

@@ -9,6 +9,9 @@ autograd: the backward functions are closed forms, so Inductor can trace and fus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,20 +19,65 @@ from mhc_inductor.reference.precision import acc_dtype as acc_dtype
 from mhc_inductor.reference.precision import as_given as as_given
 
 
-def _norms(x: Tensor, norm_eps: float, norm_form: str) -> tuple[Tensor, Tensor, Tensor]:
+class Site(NamedTuple):
+    """The parameters of a sublayer's coefficients, of which there are m a token."""
+
+    phi: Tensor
+    """Projection ``[m, n*D]``, m = n*n + 2n, or 2n for no residual coefficients, or n for a head."""
+    alpha: Tensor
+    """A scale for each kind of coefficient: ``[3]``, ``[2]`` or ``[1]``."""
+    bias: Tensor
+    """``[m]``."""
+    gamma: Tensor | None
+    """Norm weight ``[n, D]``, or None for ones."""
+
+
+class Options(NamedTuple):
+    """The numbers and forms of a sublayer's coefficients, in the order of the ops' arguments."""
+
+    norm_eps: float
+    """Added to the mean of squares, or to its root."""
+    hc_eps: float
+    """Added to h_pre."""
+    post_mult: float = 2.0
+    """Factor of h_post's sigmoid."""
+    post_eps: float = 0.0
+    """Added to h_post."""
+    sinkhorn_iters: int = 0
+    """Number of iterations, see :func:`mhc_sinkhorn`; 0 for the raw logits."""
+    sinkhorn_eps: float = 1e-6
+    """See :func:`mhc_sinkhorn`."""
+    sinkhorn_form: str = "softmax"
+    """See :func:`mhc_sinkhorn`."""
+    norm_form: str = "inside"
+    """``"inside"`` adds norm_eps under the root, ``"outside"`` to the root."""
+
+
+class Saved(NamedTuple):
+    """What a backward needs of the forward, in the arithmetic's dtype."""
+
+    h_pre: Tensor
+    """The weights ``[..., n]`` with which the streams were collapsed."""
+    h_mix: Tensor
+    """``[..., m]``."""
+    inv_rms: Tensor
+    """``[...]``, see :func:`mhc_pre`."""
+
+
+def _norms(x: Tensor, o: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``v = vec(x)`` [..., n*D] in the arithmetic's dtype, the factor of z [...], and what backward saves of it.
 
     That is the factor itself, or ``rms`` for the form "outside": ``1 / factor - eps`` would lose the digits of a small rms.
     """
     v = x.flatten(-2).to(acc_dtype(x.dtype))
     mean = (v * v).mean(-1)
-    inv_rms = torch.rsqrt(mean + norm_eps) if norm_form == "inside" else torch.sqrt(mean)
-    return v, _norm_factor(inv_rms, norm_eps, norm_form), inv_rms
+    inv_rms = torch.rsqrt(mean + o.norm_eps) if o.norm_form == "inside" else torch.sqrt(mean)
+    return v, _norm_factor(inv_rms, o), inv_rms
 
 
-def _norm_factor(inv_rms: Tensor, norm_eps: float, norm_form: str) -> Tensor:
+def _norm_factor(inv_rms: Tensor, o: Options) -> Tensor:
     """Returns the factor of z from the output ``inv_rms`` of a forward."""
-    return inv_rms if norm_form == "inside" else 1 / (inv_rms + norm_eps)
+    return inv_rms if o.norm_form == "inside" else 1 / (inv_rms + o.norm_eps)
 
 
 def _norm_slope(dinv: Tensor, factor: Tensor, inv_rms: Tensor, norm_form: str) -> Tensor:
@@ -39,18 +87,16 @@ def _norm_slope(dinv: Tensor, factor: Tensor, inv_rms: Tensor, norm_form: str) -
     return torch.where(inv_rms > 0, dinv * factor * (factor / inv_rms), 0.0)
 
 
-def _logits(
-    h_mix: Tensor, factor: Tensor, alpha: Tensor, bias: Tensor, part: int, first: int, last: int | None
-) -> Tensor:
+def _logits(h_mix: Tensor, factor: Tensor, site: Site, part: int, first: int, last: int | None) -> Tensor:
     """Returns ``alpha[part] * z + bias`` for the rows ``first`` to ``last`` of phi, where the forward's logits are."""
     z = h_mix[..., first:last] * factor.unsqueeze(-1)
-    return alpha[part].to(z.dtype) * z + bias[first:last].to(z.dtype)
+    return site.alpha[part].to(z.dtype) * z + site.bias[first:last].to(z.dtype)
 
 
-def _project(v: Tensor, phi: Tensor, gamma: Tensor | None) -> Tensor:
+def _project(v: Tensor, site: Site) -> Tensor:
     """Returns ``h_mix = (v * vec(gamma)) @ phi.T`` [..., m]."""
-    weighted = v if gamma is None else v * gamma.flatten().to(v.dtype)
-    return torch.matmul(weighted, phi.to(v.dtype).t())
+    weighted = v if site.gamma is None else v * site.gamma.flatten().to(v.dtype)
+    return torch.matmul(weighted, site.phi.to(v.dtype).t())
 
 
 def collapse(x: Tensor, h_pre: Tensor) -> Tensor:
@@ -64,50 +110,24 @@ def output(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype).contiguous()
 
 
-def coefficients(
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    post_eps: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def coefficients(x: Tensor, site: Site, o: Options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns h_pre, h_post, h_res, h_mix and inv_rms of :func:`mhc_pre`."""
     n = x.shape[-2]
-    v, factor, inv_rms = _norms(x, norm_eps, norm_form)
-    h_mix = _project(v, phi, gamma)
-    h_pre = torch.sigmoid(_logits(h_mix, factor, alpha, bias, 0, 0, n)) + hc_eps
-    h_post = post_mult * torch.sigmoid(_logits(h_mix, factor, alpha, bias, 1, n, 2 * n)) + post_eps
-    if phi.shape[0] == 2 * n:
+    v, factor, inv_rms = _norms(x, o)
+    h_mix = _project(v, site)
+    h_pre = torch.sigmoid(_logits(h_mix, factor, site, 0, 0, n)) + o.hc_eps
+    h_post = o.post_mult * torch.sigmoid(_logits(h_mix, factor, site, 1, n, 2 * n)) + o.post_eps
+    if site.phi.shape[0] == 2 * n:
         h_res = h_mix.new_empty((*x.shape[:-2], 0, 0))
     else:
-        logits = _logits(h_mix, factor, alpha, bias, 2, 2 * n, None).unflatten(-1, (n, n))
-        h_res = _sinkhorn(logits, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
+        logits = _logits(h_mix, factor, site, 2, 2 * n, None).unflatten(-1, (n, n))
+        h_res = _sinkhorn(logits, *o[4:7])
     return h_pre, h_post, h_res, h_mix, inv_rms
 
 
 @as_given
 def mhc_pre(
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    post_eps: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str = "inside",
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the coefficients and collapses the streams.
 
@@ -128,14 +148,7 @@ def mhc_pre(
         alpha: Scales ``[3]``, or ``[2]`` if phi has 2n rows.
         bias: ``[m]``, m the number of rows of phi.
         gamma: Norm weight ``[n, D]``, or None for ones.
-        norm_eps: Added to the mean of squares, or to its root.
-        hc_eps: Added to h_pre.
-        post_mult: Factor of h_post's sigmoid.
-        post_eps: Added to h_post.
-        sinkhorn_iters: Number of iterations, see :func:`mhc_sinkhorn`; 0 for the raw logits.
-        sinkhorn_eps: See :func:`mhc_sinkhorn`.
-        sinkhorn_form: See :func:`mhc_sinkhorn`.
-        norm_form: ``"inside"`` adds norm_eps under the root, ``"outside"`` to the root.
+        *options: The fields of :class:`Options`.
 
     Returns:
         ``(h_in, h_post, h_res, h_pre, h_mix, inv_rms)``: h_in ``[..., D]`` in x's dtype; h_post and h_pre ``[..., n]``,
@@ -145,37 +158,19 @@ def mhc_pre(
 
     Source: arXiv 2512.24880, equations 14 to 19.
     """
-    h_pre, h_post, h_res, h_mix, inv_rms = coefficients(
-        x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form,
-        norm_form,
-    )  # fmt: skip
+    site, o = Site(phi, alpha, bias, gamma), Options(*options)
+    h_pre, h_post, h_res, h_mix, inv_rms = coefficients(x, site, o)
     return collapse(x, h_pre), h_post, h_res, h_pre, h_mix, inv_rms
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""dx, dphi, dalpha, dbias and dgamma."""
 
 
 @as_given
 def mhc_pre_backward(
-    dh_in: Tensor | None,
-    dh_post: Tensor | None,
-    dh_res: Tensor | None,
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    h_post: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    dx_acc: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    post_eps: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str = "inside",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dh_in: Tensor | None, dh_post: Tensor | None, dh_res: Tensor | None, x: Tensor, *rest: Any
+) -> Gradients:
     """Computes the gradients of :func:`mhc_pre`; a gradient of None counts as zero.
 
     ::
@@ -195,55 +190,37 @@ def mhc_pre_backward(
     With ``norm_form="outside"``, inv_rms**3 in dv is ``inv_rms**2 / rms`` instead, and that term is 0 where all of v is 0,
     as the gradient of a vector norm is.
 
-    dh_in, dh_post and dh_res are the gradients of the first three outputs of :func:`mhc_pre`, each of which may be
-    None; h_pre, h_post, h_mix and inv_rms are its outputs; dx_acc (x's shape, or None) is added to dx before its one
-    rounding; the rest are the arguments of :func:`mhc_pre`.
+    dh_in, dh_post and dh_res are the gradients of the first three outputs of :func:`mhc_pre`, each of which may be None.
+    The other arguments: phi, alpha, bias and gamma; h_pre, h_post, h_mix and inv_rms, outputs of :func:`mhc_pre`; dx_acc
+    (x's shape, or None), which is added to dx before its one rounding; and the options.
 
     Returns:
         ``(dx, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype; dgamma has shape [0] without gamma.
 
     Source: derived from arXiv 2512.24880, equations 14 to 19.
     """
-    d = pre_logit_gradients(
-        collapse_dots(dh_in, x), dh_post, dh_res, phi, alpha, bias, h_pre, h_mix, inv_rms,
-        norm_eps, post_mult, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
-    )  # fmt: skip
-    dx, *dparams = coefficients_backward(
-        d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, norm_eps, norm_form
-    )
-    return output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]
+    h_pre, _, *others, dx_acc = rest[4:9]
+    dh, saved = (collapse_dots(dh_in, x), dh_post, dh_res), Saved(h_pre, *others)
+    return rounded(x, backward(dh, dh_in, x, Site(*rest[:4]), saved, dx_acc, Options(*rest[9:])))
 
 
-def pre_logit_gradients(
-    dh_pre: Tensor | None,
-    dh_post: Tensor | None,
-    dh_res: Tensor | None,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    h_pre: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    norm_eps: float,
-    post_mult: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str,
+def rounded(x: Tensor, grads: Gradients) -> Gradients:
+    """Returns the results of :func:`backward` with dx in the dtype of x."""
+    return output(grads[0], x.dtype), *grads[1:]
+
+
+def _logit_gradients(
+    dh: Sequence[Tensor | None], site: Site, n: int, h_mix: Tensor, factor: Tensor, o: Options
 ) -> list[Tensor]:
-    """Returns ``d_pre, d_post, d_res`` of :func:`mhc_pre_backward`, the last only if phi has n*n + 2n rows."""
-    n, acc = h_pre.shape[-1], h_pre.dtype
-    factor = _norm_factor(inv_rms, norm_eps, norm_form)
-    d = [
-        _gate_gradient(dh_pre, _logits(h_mix, factor, alpha, bias, 0, 0, n), 1.0),
-        _gate_gradient(dh_post, _logits(h_mix, factor, alpha, bias, 1, n, 2 * n), post_mult),
-    ]
-    if phi.shape[0] != 2 * n:
-        logits = _logits(h_mix, factor, alpha, bias, 2, 2 * n, None).unflatten(-1, (n, n))
-        if dh_res is None:
-            d_res = torch.zeros_like(logits)
-        else:
-            d_res = _sinkhorn_backward(dh_res.to(acc), logits, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
+    """Returns ``d_pre, d_post, d_res`` of :func:`mhc_pre_backward`, as many as alpha has elements."""
+    m = site.phi.shape[0]
+    d = [_gate_gradient(dh[0], _logits(h_mix, factor, site, 0, 0, n), 1.0)]
+    if m != n:
+        d.append(_gate_gradient(dh[1], _logits(h_mix, factor, site, 1, n, 2 * n), o.post_mult))
+    if m not in (n, 2 * n):
+        logits = _logits(h_mix, factor, site, 2, 2 * n, None).unflatten(-1, (n, n))
+        grad = dh[2]
+        d_res = torch.zeros_like(logits) if grad is None else _sinkhorn_backward(grad.to(logits.dtype), logits, *o[4:7])
         d.append(d_res.flatten(-2))
     return d
 
@@ -256,20 +233,6 @@ def collapse_dots(dh_in: Tensor | None, x: Tensor) -> Tensor | None:
     return (dh_in.to(acc).unsqueeze(-2) * x.to(acc)).sum(-1)
 
 
-def head_logit_gradient(
-    dh_pre: Tensor | None,
-    alpha: Tensor,
-    bias: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    norm_eps: float,
-    norm_form: str,
-) -> Tensor:
-    """Returns the gradient at the argument of a head's sigmoid, [..., n], from that of h_pre."""
-    factor = _norm_factor(inv_rms, norm_eps, norm_form)
-    return _gate_gradient(dh_pre, _logits(h_mix, factor, alpha, bias, 0, 0, None), 1.0)
-
-
 def _gate_gradient(grad: Tensor | None, logits: Tensor, scale: float) -> Tensor:
     """Returns the gradient at the logits from that of ``scale * sigmoid(logits)`` plus a constant."""
     if grad is None:
@@ -277,29 +240,21 @@ def _gate_gradient(grad: Tensor | None, logits: Tensor, scale: float) -> Tensor:
     return grad.to(logits.dtype) * (scale * torch.sigmoid(logits) * torch.sigmoid(-logits))
 
 
-def coefficients_backward(
-    d: list[Tensor],
-    dh_in: Tensor | None,
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    dx_acc: Tensor | None,
-    norm_eps: float,
-    norm_form: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, phi, alpha, bias and gamma from those at the logits; dx is not rounded yet.
+def backward(
+    dh: Sequence[Tensor | None], dh_in: Tensor | None, x: Tensor, site: Site, saved: Saved, dx_acc: Any, o: Options
+) -> Gradients:
+    """Returns the gradients of :func:`mhc_pre_backward`; dx is not rounded yet.
 
-    ``d`` has one tensor for each element of alpha.
+    ``dh`` are the gradients of h_pre, h_post and h_res, of h_pre alone for a head; dh_in is that of the streams, collapsed
+    with the saved h_pre. None counts as zero.
     """
-    acc, m, width = h_pre.dtype, phi.shape[0], phi.shape[1]
+    h_pre, h_mix, inv_rms = saved
+    (phi, alpha, bias, gamma), acc = site, h_pre.dtype
+    m, width = phi.shape[0], phi.shape[1]
+    factor = _norm_factor(inv_rms, o)
+    d = _logit_gradients(dh, site, h_pre.shape[-1], h_mix, factor, o)
     phi_, scale = phi.to(acc), alpha.to(acc)
     flat = torch.cat(d, -1)
-    factor = _norm_factor(inv_rms, norm_eps, norm_form)
     z = h_mix * factor.unsqueeze(-1)
     dbias = flat.reshape(-1, m).sum(0)
     dalpha = torch.stack([part.sum() for part in (flat * z).split([p.shape[-1] for p in d], -1)])
@@ -311,7 +266,7 @@ def coefficients_backward(
     dv = torch.matmul(dh_mix, phi_)
     if gamma is not None:
         dv = gamma.flatten().to(acc) * dv
-    dv = dv - (_norm_slope(dinv, factor, inv_rms, norm_form) / width).unsqueeze(-1) * v
+    dv = dv - (_norm_slope(dinv, factor, inv_rms, o.norm_form) / width).unsqueeze(-1) * v
     dx = dv.unflatten(-1, x.shape[-2:])
     if dh_in is not None:
         dx = dx + h_pre.unsqueeze(-1) * dh_in.to(acc).unsqueeze(-2)
@@ -411,12 +366,7 @@ def mhc_sinkhorn_backward(grad: Tensor, h_res: Tensor, iters: int, eps: float, f
 
     The gradient of ``y = c / s(c)``, s(c) the sums, is ``(g - <g, y>) / s``.
 
-    Args:
-        grad: Gradient ``[..., n, n]`` of the result.
-        h_res: As for :func:`mhc_sinkhorn`.
-        iters: As for :func:`mhc_sinkhorn`.
-        eps: As for :func:`mhc_sinkhorn`.
-        form: As for :func:`mhc_sinkhorn`.
+    grad ``[..., n, n]`` is the gradient of the result; the rest are the arguments of :func:`mhc_sinkhorn`.
 
     Returns:
         The gradient of h_res, in its shape and dtype.
@@ -477,13 +427,7 @@ def mhc_post_backward(
         df = sum_o h_post[o] g[o] ; dh_post[o] = <g[o], f_out>
         dR[o, i] = <g[o], x[i]> ; dx[i] = sum_o R[o, i] g[o]
 
-    Args:
-        g: Gradient ``[..., n, D]`` of the new streams.
-        x: As for :func:`mhc_post`.
-        f_out: As for :func:`mhc_post`.
-        h_post: As for :func:`mhc_post`.
-        h_res: As for :func:`mhc_post`.
-        transpose_res: As for :func:`mhc_post`.
+    g ``[..., n, D]`` is the gradient of the new streams; the rest are the arguments of :func:`mhc_post`.
 
     Returns:
         ``(dx, df, dh_post, dh_res)``, each in its input's shape and dtype. dh_res is dR, transposed if R is; it has
@@ -504,16 +448,14 @@ def mhc_post_backward(
     return dx, df, dh_post, dh_res
 
 
+def head_options(norm_eps: float, hc_eps: float, norm_form: str = "inside") -> Options:
+    """Returns the options of a head, which has no others."""
+    return Options(norm_eps, hc_eps, norm_form=norm_form)
+
+
 @as_given
 def mhc_head(
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    norm_form: str = "inside",
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Collapses the streams with n coefficients only, before the LM head.
 
@@ -525,9 +467,7 @@ def mhc_head(
         alpha: Scale ``[1]``.
         bias: ``[n]``.
         gamma: Norm weight ``[n, D]``, or None for ones.
-        norm_eps: Added to the mean of squares, or to its root.
-        hc_eps: Added to h_pre.
-        norm_form: See :func:`mhc_pre`.
+        *options: norm_eps, hc_eps and norm_form of :class:`Options`.
 
     Returns:
         ``(h_in, h_pre, h_mix, inv_rms)``: h_in ``[..., D]`` in x's dtype; h_pre and h_mix ``[..., n]`` and inv_rms
@@ -535,38 +475,23 @@ def mhc_head(
 
     Source: the pre mapping of arXiv 2512.24880, as DeepSeek-V4 uses it before its LM head.
     """
-    v, factor, inv_rms = _norms(x, norm_eps, norm_form)
-    h_mix = _project(v, phi, gamma)
-    h_pre = torch.sigmoid(_logits(h_mix, factor, alpha, bias, 0, 0, None)) + hc_eps
+    site, o = Site(phi, alpha, bias, gamma), head_options(*options)
+    v, factor, inv_rms = _norms(x, o)
+    h_mix = _project(v, site)
+    h_pre = torch.sigmoid(_logits(h_mix, factor, site, 0, 0, None)) + o.hc_eps
     return collapse(x, h_pre), h_pre, h_mix, inv_rms
 
 
 @as_given
-def mhc_head_backward(
-    dh_in: Tensor | None,
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    dx_acc: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    norm_form: str = "inside",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def mhc_head_backward(dh_in: Tensor | None, x: Tensor, *rest: Any) -> Gradients:
     """Computes the gradients of :func:`mhc_head`, by the formulas of :func:`mhc_pre_backward`.
 
-    dh_in is the gradient of h_in, or None for zero; h_pre, h_mix and inv_rms are outputs of :func:`mhc_head`; dx_acc
-    (x's shape, or None) is added to dx before its one rounding; the rest are the arguments of :func:`mhc_head`.
+    dh_in is the gradient of h_in, or None for zero. The other arguments: phi, alpha, bias and gamma; h_pre, h_mix and
+    inv_rms, outputs of :func:`mhc_head`; dx_acc (x's shape, or None), which is added to dx before its one rounding; and
+    the options.
 
     Returns:
         ``(dx, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype; dgamma has shape [0] without gamma.
     """
-    d = [head_logit_gradient(collapse_dots(dh_in, x), alpha, bias, h_mix, inv_rms, norm_eps, norm_form)]
-    dx, *dparams = coefficients_backward(
-        d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, norm_eps, norm_form
-    )
-    return output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]
+    site, saved, o = Site(*rest[:4]), Saved(*rest[4:7]), head_options(*rest[8:])
+    return rounded(x, backward([collapse_dots(dh_in, x)], dh_in, x, site, saved, rest[7], o))

@@ -8,28 +8,18 @@ hold here too; n streams of width D, m rows of phi.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from mhc_inductor.reference import mhc
-from mhc_inductor.reference.mhc import coefficients_backward, collapse_dots, output
+from mhc_inductor.reference.mhc import Gradients, Options, Saved, Site, collapse_dots, output
 from mhc_inductor.reference.precision import acc_dtype, as_given
 
 
 @as_given
 def mhc_coefficients(
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    post_eps: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str = "inside",
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the coefficients of :func:`mhc.mhc_pre`, which has the formulas and the arguments, without h_in.
 
@@ -40,56 +30,26 @@ def mhc_coefficients(
 
     Source: arXiv 2512.24880, equations 14 to 19.
     """
-    return mhc.coefficients(
-        x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form,
-        norm_form,
-    )  # fmt: skip
+    return mhc.coefficients(x, Site(phi, alpha, bias, gamma), Options(*options))
 
 
 @as_given
 def mhc_coefficients_backward(
-    dh_pre: Tensor | None,
-    dh_post: Tensor | None,
-    dh_res: Tensor | None,
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    h_pre: Tensor,
-    h_post: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    dx_acc: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    post_eps: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str = "inside",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dh_pre: Tensor | None, dh_post: Tensor | None, dh_res: Tensor | None, x: Tensor, *rest: Any
+) -> Gradients:
     """Computes the gradients of :func:`mhc_coefficients`; a gradient of None counts as zero.
 
-    The formulas are those of :func:`mhc.mhc_pre_backward`, with dh_pre given and without dh_in. dh_pre, dh_post and
-    dh_res are the gradients of the first three outputs; h_pre, h_post, h_mix and inv_rms are outputs of
-    :func:`mhc_coefficients`; dx_acc (x's shape, or None) is added to dx before its one rounding; the rest are the
-    arguments of :func:`mhc_coefficients`.
+    The formulas are those of :func:`mhc.mhc_pre_backward`, with dh_pre given and without dh_in; so are the arguments
+    after x. h_pre, h_post, h_mix and inv_rms are outputs of :func:`mhc_coefficients`.
 
     Returns:
         ``(dx, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype; dgamma has shape [0] without gamma.
 
     Source: derived from arXiv 2512.24880, equations 14 to 19.
     """
-    d = mhc.pre_logit_gradients(
-        dh_pre, dh_post, dh_res, phi, alpha, bias, h_pre, h_mix, inv_rms,
-        norm_eps, post_mult, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
-    )  # fmt: skip
-    dx, *dparams = coefficients_backward(
-        d, None, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, norm_eps, norm_form
-    )
-    return output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]
+    h_pre, _, *others, dx_acc = rest[4:9]
+    dh, saved = (dh_pre, dh_post, dh_res), Saved(h_pre, *others)
+    return mhc.rounded(x, mhc.backward(dh, None, x, Site(*rest[:4]), saved, dx_acc, Options(*rest[9:])))
 
 
 @as_given
@@ -112,10 +72,7 @@ def mhc_collapse(x: Tensor, h_pre: Tensor) -> Tensor:
 def mhc_collapse_backward(dh_in: Tensor, x: Tensor, h_pre: Tensor) -> tuple[Tensor, Tensor]:
     """Computes the gradients of :func:`mhc_collapse`: ``dx[i] = h_pre[i] * dh_in``, ``dh_pre[i] = <dh_in, x[i]>``.
 
-    Args:
-        dh_in: Gradient ``[..., D]`` of h_in.
-        x: As for :func:`mhc_collapse`.
-        h_pre: As for :func:`mhc_collapse`.
+    dh_in ``[..., D]`` is the gradient of h_in; x and h_pre are the arguments of :func:`mhc_collapse`.
 
     Returns:
         ``(dx, dh_pre)``, each in its input's shape and dtype.
@@ -129,25 +86,8 @@ def mhc_collapse_backward(dh_in: Tensor, x: Tensor, h_pre: Tensor) -> tuple[Tens
 
 @as_given
 def mhc_single_pass(
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    h_pre: Tensor,
-    transpose_res: bool,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    post_eps: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str = "inside",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, h_pre: Tensor, transpose_res: bool, *rest: Any
+) -> tuple[Tensor, ...]:
     """Computes everything between two sublayers: post, collapse with known weights, and the next coefficients.
 
     ::
@@ -163,18 +103,7 @@ def mhc_single_pass(
         h_res: Mixing matrix ``[..., n, n]`` of that sublayer, or None for the identity.
         h_pre: Weights ``[..., n]`` of the collapse, of that sublayer too.
         transpose_res: Whether R is ``h_res.T`` instead of h_res.
-        phi: Projection of the next sublayer, as for :func:`mhc.mhc_pre`; so are the remaining arguments.
-        alpha: Scales of the next sublayer.
-        bias: Biases of the next sublayer.
-        gamma: Norm weight of the next sublayer, or None.
-        norm_eps: See :func:`mhc.mhc_pre`.
-        hc_eps: See :func:`mhc.mhc_pre`.
-        post_mult: See :func:`mhc.mhc_pre`.
-        post_eps: See :func:`mhc.mhc_pre`.
-        sinkhorn_iters: See :func:`mhc.mhc_pre`.
-        sinkhorn_eps: See :func:`mhc.mhc_pre`.
-        sinkhorn_form: See :func:`mhc.mhc_pre`.
-        norm_form: See :func:`mhc.mhc_pre`.
+        *rest: The arguments of :func:`mhc_coefficients` after x, for the next sublayer.
 
     Returns:
         ``(x_out, h_in, next_pre, next_post, next_res, h_mix, inv_rms)``: x_out ``[..., n, D]`` and h_in ``[..., D]`` in
@@ -183,10 +112,7 @@ def mhc_single_pass(
     Source: arXiv 2512.24880, equations 3 and 14 to 19, in the order of DeepSeek-V4.1.
     """
     x_out = mhc.mhc_post(x, f_out, h_post, h_res, transpose_res)
-    return x_out, mhc.collapse(x_out, h_pre), *mhc.coefficients(
-        x_out, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps,
-        sinkhorn_form, norm_form,
-    )  # fmt: skip
+    return x_out, mhc.collapse(x_out, h_pre), *mhc_coefficients(x_out, *rest)
 
 
 @as_given
@@ -196,30 +122,8 @@ def mhc_single_pass_backward(
     dnext_pre: Tensor | None,
     dnext_post: Tensor | None,
     dnext_res: Tensor | None,
-    x: Tensor,
-    f_out: Tensor,
-    h_post: Tensor,
-    h_res: Tensor | None,
-    h_pre: Tensor,
-    transpose_res: bool,
-    x_out: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    gamma: Tensor | None,
-    next_pre: Tensor,
-    next_post: Tensor,
-    h_mix: Tensor,
-    inv_rms: Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    post_mult: float,
-    post_eps: float,
-    sinkhorn_iters: int,
-    sinkhorn_eps: float,
-    sinkhorn_form: str,
-    norm_form: str = "inside",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *rest: Any,
+) -> tuple[Tensor, ...]:
     """Computes the gradients of :func:`mhc_single_pass`; a gradient of None counts as zero.
 
     ::
@@ -228,8 +132,9 @@ def mhc_single_pass_backward(
         dh_pre[i] = <dh_in, x_out[i]>
         dx, df, dh_post, dh_res = mhc_post_backward(g)
 
-    dx_out, dh_in, dnext_pre, dnext_post and dnext_res are the gradients of the first five outputs; x_out, next_pre,
-    next_post, h_mix and inv_rms are outputs of :func:`mhc_single_pass`; the rest are its arguments.
+    dx_out, dh_in, dnext_pre, dnext_post and dnext_res are the gradients of the first five outputs. The other arguments:
+    those of :func:`mhc_single_pass` up to transpose_res; x_out; phi, alpha, bias and gamma; next_pre, next_post, h_mix and
+    inv_rms; the options. x_out, next_pre, next_post, h_mix and inv_rms are outputs of :func:`mhc_single_pass`.
 
     Returns:
         ``(dx, df, dh_post, dh_res, dh_pre, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype. dh_res
@@ -237,15 +142,11 @@ def mhc_single_pass_backward(
 
     Source: derived from arXiv 2512.24880, equations 3 and 14 to 19.
     """
-    d = mhc.pre_logit_gradients(
-        dnext_pre, dnext_post, dnext_res, phi, alpha, bias, next_pre, h_mix, inv_rms,
-        norm_eps, post_mult, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
-    )  # fmt: skip
+    x, f_out, h_post, h_res, h_pre, transpose_res, x_out = rest[:7]
     weights = h_pre.to(acc_dtype(x.dtype))
-    g, dphi, dalpha, dbias, dgamma = coefficients_backward(
-        d, dh_in, x_out, phi, alpha, bias, gamma, weights, h_mix, inv_rms, dx_out, norm_eps, norm_form
-    )
+    dh, saved = (dnext_pre, dnext_post, dnext_res), Saved(weights, *rest[13:15])
+    g, *dparams = mhc.backward(dh, dh_in, x_out, Site(*rest[7:11]), saved, dx_out, Options(*rest[15:]))
     dots = collapse_dots(dh_in, x_out)
     dh_pre = weights.new_zeros(h_pre.shape) if dots is None else dots
-    dx, df, dh_post, dh_res = mhc.mhc_post_backward(g, x, f_out, h_post, h_res, transpose_res)
-    return dx, df, dh_post, dh_res, output(dh_pre, h_pre.dtype), dphi, dalpha, dbias, dgamma
+    grads = mhc.mhc_post_backward(g, x, f_out, h_post, h_res, transpose_res)
+    return *grads, output(dh_pre, h_pre.dtype), *dparams
