@@ -9,7 +9,7 @@ autograd, but autograd of the forward works too.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,17 +148,7 @@ def e79_scan(
 
 @as_given
 def e79_scan_backward(
-    dout: Tensor | None,
-    dS: Tensor | None,
-    dM: Tensor | None,
-    kvqm: Tensor,
-    b_s: Tensor | None,
-    b_m: Tensor | None,
-    S0: Tensor | None,
-    M0: Tensor | None,
-    checkpoints: Tensor,
-    gates: Tensor,
-    segment: int,
+    dout: Tensor | None, dS: Tensor | None, dM: Tensor | None, kvqm: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`e79_scan`; a gradient of None counts as zero.
 
@@ -175,24 +165,15 @@ def e79_scan_backward(
 
     and dk = dk^/(|k| + 1e-6) - <dk^, k> k / (|k| (|k| + 1e-6)^2), without the second term where k is 0; dm likewise.
 
-    Args:
-        dout: Gradient ``[T, B, n]`` of out, or None.
-        dS: Gradient ``[B, n, n]`` of the final S, or None.
-        dM: Gradient ``[B, n, n]`` of the final M, or None.
-        kvqm: As for :func:`e79_scan`.
-        b_s: As for :func:`e79_scan`.
-        b_m: As for :func:`e79_scan`.
-        S0: As for :func:`e79_scan`.
-        M0: As for :func:`e79_scan`.
-        checkpoints: Output of :func:`e79_scan`.
-        gates: Output of :func:`e79_scan`.
-        segment: As for :func:`e79_scan`, at least 1.
+    dout ``[T, B, n]``, dS and dM ``[B, n, n]`` are the gradients of out and of the final S and M. The others are the
+    arguments of :func:`e79_scan`, with its outputs checkpoints and gates before the segment, which is at least 1.
 
     Returns:
         ``(dkvqm, db_s, db_m, dS0, dM0)``, each in its input's shape and dtype, of shape [0] where the input is None.
 
     Source: derived from the E79 model's recurrence.
     """
+    b_s, b_m, S0, M0, checkpoints, gates, segment = rest
     acc, steps = acc_dtype(kvqm.dtype), kvqm.shape[0]
     k, _, q, m = vectors(kvqm)
     grad_s = initial(kvqm, dS)
@@ -207,9 +188,9 @@ def e79_scan_backward(
             after.append(_again(S, M, gates[t], k[t], m[t]))
             S, M = after[-1].S, after[-1].M
         for t in reversed(range(first, last)):
-            (S, M), done = before[t - first], after[t - first]
+            done = after[t - first]
             dy = None if dout is None else _output_gradient(dout[t].to(acc), done.y)
-            grad_s, grad_m, *row = _step_backward(grad_s, grad_m, dy, S, M, done, k[t], q[t], m[t])
+            grad_s, grad_m, *row = _step_backward(grad_s, grad_m, dy, before[t - first], done, k[t], q[t], m[t])
             rows.append(tuple(row))
     dk, dv, dq, dm, db_s, db_m = (torch.stack(column[::-1]) for column in zip(*rows, strict=True))
     raw_k, _, _, raw_m = kvqm.to(acc).chunk(4, -1)
@@ -246,14 +227,14 @@ def _step_backward(
     dS: Tensor,
     dM: Tensor,
     dy: Tensor | None,
-    S: Tensor,
-    M: Tensor,
+    before: tuple[Tensor, Tensor],
     step: _Step,
     k: Tensor,
     q: Tensor,
     m: Tensor,
 ) -> tuple[Tensor, ...]:
     """Returns (dS, dM, dk^, dv, dq, dm^, db_s, db_m) from the gradients of a step's new states."""
+    S, M = before
     if dy is None:
         dq = torch.zeros_like(q)
     else:

@@ -41,17 +41,12 @@ def chunks(batch: int, queries: int, per_query: int, most: int, tile: int = 1) -
             yield slice(b, b + 1), slice(first, min(first + step, queries))
 
 
-def visible(
-    s: slice,
-    b: slice,
-    keys: int,
-    device: torch.device,
-    limit: Tensor | None,
-    mask: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-) -> Tensor:
-    """Returns which of the keys the queries ``[b, s]`` see, bool, broadcastable to ``[b, s, T]``."""
+def visible(s: slice, b: slice, keys: int, device: torch.device, *hidden: Tensor | None) -> Tensor:
+    """Returns which of the keys the queries ``[b, s]`` see, bool, broadcastable to ``[b, s, T]``.
+
+    ``hidden`` are limit, mask, segments_q and segments_k of :func:`index_scores`.
+    """
+    limit, mask, segments_q, segments_k = hidden
     seen = torch.ones((1, 1, keys), dtype=torch.bool, device=device)
     if limit is not None:
         seen = seen & (torch.arange(keys, device=device) < limit[b, s, None])
@@ -122,15 +117,7 @@ def index_scores(
 
 @as_given
 def index_scores_backward(
-    dscores: Tensor,
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    scale: float,
-    limit: Tensor | None,
-    mask: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
+    dscores: Tensor, q: Tensor, k: Tensor, w: Tensor, scale: float, *hidden: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`index_scores`.
 
@@ -140,16 +127,8 @@ def index_scores_backward(
         dx          = g * w[b, s, h] * scale, but 0 where scale * x <= 0
         dq[b, s, h] = sum_t dx * k[b, t] ;  dk[b, t] = sum_{s, h} dx * q[b, s, h]
 
-    Args:
-        dscores: Gradient ``[B, S, T]`` of the scores; what stands at invisible keys is never used.
-        q: As for :func:`index_scores`.
-        k: As for :func:`index_scores`.
-        w: As for :func:`index_scores`.
-        scale: As for :func:`index_scores`.
-        limit: As for :func:`index_scores`.
-        mask: As for :func:`index_scores`.
-        segments_q: As for :func:`index_scores`.
-        segments_k: As for :func:`index_scores`.
+    dscores ``[B, S, T]`` is the gradient of the scores; what stands at invisible keys is never used. The others are the
+    arguments of :func:`index_scores`.
 
     Returns:
         ``(dq, dk, dw)``, each in its input's shape and dtype.
@@ -161,7 +140,7 @@ def index_scores_backward(
     dq, dw = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, w))
     dk = torch.zeros(k.shape, dtype=dtype, device=k.device)
     for b, at in chunks(batch, s, h * t, CHUNK):
-        seen = visible(at, b, t, q.device, limit, mask, segments_q, segments_k)
+        seen = visible(at, b, t, q.device, *hidden)
         g = torch.where(seen, dscores[b, at].to(dtype), 0.0)
         x = products(q[b, at], keys[b]).mul_(scale)
         dw[b, at] = torch.matmul(x.relu(), g.unsqueeze(-1)).squeeze(-1).to(w.dtype)
@@ -207,65 +186,27 @@ def chosen(scores: Tensor, seen: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     return torch.where(at == t, -1, at).to(torch.int32), values
 
 
-def index_topk(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    topk: int,
-    scale: float,
-    limit: Tensor | None,
-    mask: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-) -> Tensor:
+def index_topk(q: Tensor, k: Tensor, w: Tensor, topk: int, scale: float, *hidden: Tensor | None) -> Tensor:
     """Returns the visible keys of the ``topk`` largest :func:`index_scores` of each query.
 
     Equal scores go to the lower index. A visible key is chosen before any other whatever its score, -inf included. A
     score of NaN counts as larger than inf, as in ``torch.topk``.
 
-    Args:
-        q: Queries ``[B, S, H, D]``.
-        k: Keys ``[B, T, D]``.
-        w: Weights ``[B, S, H]``.
-        topk: Number of keys, at most T.
-        scale: As for :func:`index_scores`.
-        limit: As for :func:`index_scores`.
-        mask: As for :func:`index_scores`.
-        segments_q: As for :func:`index_scores`.
-        segments_k: As for :func:`index_scores`.
+    ``topk`` is the number of keys, at most T. The others are the arguments of :func:`index_scores`.
 
     Returns:
         Indices ``[B, S, topk]``, int32, increasing; then -1 where fewer keys are visible.
 
     Source: DeepSeek-V3.2, arXiv 2512.02556, the token selection after equation 1.
     """
-    return index_topk_scores(q, k, w, topk, scale, limit, mask, segments_q, segments_k)[0]
+    return index_topk_scores(q, k, w, topk, scale, *hidden)[0]
 
 
 @as_given
 def index_topk_scores(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    topk: int,
-    scale: float,
-    limit: Tensor | None,
-    mask: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
+    q: Tensor, k: Tensor, w: Tensor, topk: int, scale: float, *hidden: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the keys of :func:`index_topk` and their scores.
-
-    Args:
-        q: As for :func:`index_topk`.
-        k: As for :func:`index_topk`.
-        w: As for :func:`index_topk`.
-        topk: As for :func:`index_topk`.
-        scale: As for :func:`index_topk`.
-        limit: As for :func:`index_topk`.
-        mask: As for :func:`index_topk`.
-        segments_q: As for :func:`index_topk`.
-        segments_k: As for :func:`index_topk`.
+    """Returns the keys of :func:`index_topk`, which has the arguments, and their scores.
 
     Returns:
         ``(indices, scores)``, ``[B, S, topk]`` each; scores in fp32, fp64 if q is fp64, -inf where an index is -1.
@@ -277,6 +218,6 @@ def index_topk_scores(
     values = torch.empty(out.shape, dtype=k.dtype, device=q.device)
     # A sort holds the scores, their bits and 64-bit indices twice: eight heads' products.
     for b, at in chunks(batch, s, max(h, 8) * t, CHUNK):
-        seen = visible(at, b, t, q.device, limit, mask, segments_q, segments_k)
+        seen = visible(at, b, t, q.device, *hidden)
         out[b, at], values[b, at] = chosen(score(q[b, at], k[b], w[b, at], scale), seen, topk)
     return out, values

@@ -133,14 +133,7 @@ def index_loss_backward(
 
     The attention's tensors have no gradient: its distribution is the target.
 
-    Args:
-        dloss: Gradient ``[B, S]`` of the loss.
-        q: As for :func:`index_loss`.
-        k: As for :func:`index_loss`.
-        w: As for :func:`index_loss`.
-        indices: As for :func:`index_loss`.
-        dscores: The forward's second output.
-        scale: As for :func:`index_loss`.
+    dloss ``[B, S]`` is the gradient of the loss, dscores the forward's second output; the others are its arguments.
 
     Returns:
         ``(dq, dk, dw)``, each in its input's shape and dtype.

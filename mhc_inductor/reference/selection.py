@@ -15,10 +15,11 @@ Source: arXiv 2502.11089, section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mhc_inductor.reference.precision import acc_dtype, as_given
@@ -246,6 +247,69 @@ def attend_backward(
     )
 
 
+Visible = Callable[[Slices], tuple[Tensor, Tensor | None]]
+"""Returns which keys a chunk sees, and what is added to their scores or None: ``[b, g, s, S_kv]`` each."""
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, visible: Visible, odd: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Returns o and lse of attention over the visible keys, a chunk of queries at a time; ``odd`` as in :func:`attend`."""
+    acc, h = acc_dtype(q.dtype), q.shape[3]
+    o, lse = q.new_zeros((*q.shape[:4], v.shape[3])), q.new_full(q.shape[:4], -torch.inf, dtype=acc)
+    if o.numel() == 0 or k.shape[2] == 0:
+        return o, lse
+    for in_b, in_g, queries in chunks(q, k):
+        keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
+        for in_s in queries:
+            at = (in_b, in_g, in_s)
+            mask, bias = visible(at)
+            logit = None if sink is None else sink[in_g].repeat(1, mask.shape[2])
+            part = attend(rows(q, at), keys, values, mask, logit, scale, odd, bias)
+            o[in_b, in_s, in_g], lse[in_b, in_s, in_g] = (unrows(t, h) for t in part)
+    return o, lse
+
+
+def attention_backward(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor | None, sink: Tensor | None, o: Tensor,
+    lse: Tensor, scale: float, visible: Visible, odd: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of :func:`attention`; where v is None, dk holds those of the values, k's first columns, too."""
+    acc, h, width = acc_dtype(q.dtype), q.shape[3], o.shape[4]
+    values = k[..., :width] if v is None else v
+    dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, values))
+    row, dsink = backward_rows(dout, dlse, sink, o, lse)
+    for in_b, in_g, queries in chunks(q, k) if q.numel() and k.shape[2] else ():
+        keys, mine = (t[in_b, in_g].to(acc) for t in (k, values))
+        grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(mine)
+        for in_s in queries:
+            at = (in_b, in_g, in_s)
+            part = Rows(*(rows(t, at) for t in row))
+            mask, bias = visible(at)
+            grad_q, more_k, more_v = attend_backward(part, rows(q, at), keys, mine, mask, scale, odd, bias)
+            dq[in_b, in_s, in_g] = unrows(grad_q, h).to(q.dtype)
+            grad_k += more_k
+            grad_v += more_v
+        if v is None:
+            grad_k += F.pad(grad_v, (0, k.shape[3] - width))
+        dk[in_b, in_g], dv[in_b, in_g] = grad_k.to(k.dtype), grad_v.to(dv.dtype)
+    return dq, dk, k.new_empty((0,)) if v is None else dv, dsink
+
+
+def in_ranges(
+    q: Tensor, k: Tensor, ranges: Tensor, boundaries: Sequence[Tensor | None], segments: Sequence[Tensor | None]
+) -> Visible:
+    """Returns which keys of each chunk are in the ranges of its queries and of the same segment."""
+    lo, hi = key_bounds(q, k, *boundaries)
+
+    def visible(at: Slices) -> tuple[Tensor, None]:
+        in_b, in_g, in_s = at
+        start, end = clipped(ranges[in_b, in_s, in_g], (lo[in_s], hi[in_s]))
+        return within(selected(start, end, k.shape[2]), *segments, at), None
+
+    return visible
+
+
 @as_given
 def selection_attention(
     q: Tensor,
@@ -288,41 +352,13 @@ def selection_attention(
 
     Source: arXiv 2502.11089, section 3.3.2.
     """
-    b, s, g, h, _ = q.shape
-    acc = acc_dtype(q.dtype)
-    o = q.new_zeros((b, s, g, h, v.shape[3]))
-    lse = q.new_full((b, s, g, h), -torch.inf, dtype=acc)
-    lo, hi = key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
-    if o.numel() == 0 or k.shape[2] == 0:
-        return o, lse
-    for in_b, in_g, queries in chunks(q, k):
-        keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
-        for in_s in queries:
-            at = (in_b, in_g, in_s)
-            start, end = clipped(ranges[in_b, in_s, in_g], (lo[in_s], hi[in_s]))
-            logit = None if sink is None else sink[in_g].repeat(1, start.shape[2])
-            mask = within(selected(start, end, k.shape[2]), segments_q, segments_k, at)
-            part = attend(rows(q, at), keys, values, mask, logit, scale)
-            o[in_b, in_s, in_g], lse[in_b, in_s, in_g] = (unrows(t, h) for t in part)
-    return o, lse
+    visible = in_ranges(q, k, ranges, (cu_seqlens_q, cu_seqlens_k), (segments_q, segments_k))
+    return attention(q, k, v, sink, scale, visible)
 
 
 @as_given
 def selection_attention_backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    segments_q: Tensor | None = None,
-    segments_k: Tensor | None = None,
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`selection_attention`; a gradient of None counts as zero.
 
@@ -334,44 +370,14 @@ def selection_attention_backward(
 
     A row without keys contributes nothing.
 
-    Args:
-        dout: Gradient ``[B, S, G, h, Dv]`` of o, or None.
-        dlse: Gradient ``[B, S, G, h]`` of lse, or None.
-        q: As for :func:`selection_attention`.
-        k: As for :func:`selection_attention`.
-        v: As for :func:`selection_attention`.
-        ranges: As for :func:`selection_attention`.
-        sink: As for :func:`selection_attention`.
-        cu_seqlens_q: As for :func:`selection_attention`.
-        cu_seqlens_k: As for :func:`selection_attention`.
-        o: Output of :func:`selection_attention`.
-        lse: Output of :func:`selection_attention`.
-        scale: As for :func:`selection_attention`.
-        segments_q: As for :func:`selection_attention`.
-        segments_k: As for :func:`selection_attention`.
+    dout ``[B, S, G, h, Dv]`` and dlse ``[B, S, G, h]`` are the gradients of o and lse. The others are the arguments of
+    :func:`selection_attention`, with its outputs o and lse before the scale.
 
     Returns:
         ``(dq, dk, dv, dsink)``, each in its input's shape and dtype; dsink has shape [0] without a sink.
 
     Source: derived from arXiv 2502.11089, section 3.3.2.
     """
-    h, acc = q.shape[3], acc_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    row, dsink = backward_rows(dout, dlse, sink, o, lse)
-    if q.numel() == 0 or k.shape[2] == 0:
-        return dq, dk, dv, dsink
-    lo, hi = key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
-    for in_b, in_g, queries in chunks(q, k):
-        keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
-        grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
-        for in_s in queries:
-            at = (in_b, in_g, in_s)
-            start, end = clipped(ranges[in_b, in_s, in_g], (lo[in_s], hi[in_s]))
-            part = Rows(*(rows(t, at) for t in row))
-            mask = within(selected(start, end, k.shape[2]), segments_q, segments_k, at)
-            grad_q, more_k, more_v = attend_backward(part, rows(q, at), keys, values, mask, scale)
-            dq[in_b, in_s, in_g] = unrows(grad_q, h).to(q.dtype)
-            grad_k += more_k
-            grad_v += more_v
-        dk[in_b, in_g], dv[in_b, in_g] = grad_k.to(k.dtype), grad_v.to(v.dtype)
-    return dq, dk, dv, dsink
+    sink, cu_seqlens_q, cu_seqlens_k, o, lse, scale, *segments = rest
+    visible = in_ranges(q, k, ranges, (cu_seqlens_q, cu_seqlens_k), segments or (None, None))
+    return attention_backward(dout, dlse, q, k, v, sink, o, lse, scale, visible)

@@ -9,7 +9,7 @@ compute the formulas of :mod:`mhc_inductor.reference.selection`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,17 +62,10 @@ def unheads(t: Tensor, groups: int) -> Tensor:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    bias: Tensor,
-    sink: Tensor | None,
-    scale: float,
-    v_width: int,
-    repeats: bool,
+    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bias: Tensor, sink: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """Computes :func:`selection_entry_attention` in one step, which gathers the keys of all queries."""
+    scale, v_width, repeats = options
     entries = entries_of(indices, bias, k.shape[2], repeats, acc_dtype(q.dtype))
     logit = None if sink is None else sink.repeat(q.shape[0], 1).unsqueeze(1)
     keys, values = entries.rows(k), entries.rows(values_of(k, v, v_width))
@@ -89,15 +82,7 @@ def _chunks(q: Tensor, indices: Tensor, v_width: int) -> Iterator[tuple[slice, s
 
 @as_given
 def selection_entry_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    bias: Tensor,
-    sink: Tensor | None,
-    scale: float,
-    v_width: int,
-    repeats: bool,
+    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, bias: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     """Computes softmax attention of each query over the entries of its list, each with a bias of its own.
 
@@ -119,17 +104,15 @@ def selection_entry_attention(
         indices: Key positions ``[B, S, G, n]``; others than 0 to S_kv - 1 are no entry.
         bias: Biases ``[B, S, G, n]``; -inf is no entry, NaN and +inf give NaN. NaN gives its score no gradient, as if the
             score were filled with it. They are converted to the arithmetic's dtype first, and have no gradient.
-        sink: Logits ``[G, h]``, or None.
-        scale: Factor of the scores.
-        v_width: Dv.
-        repeats: Whether entries that repeat a key count each.
+        *rest: sink ``[G, h]`` or None; scale; v_width, which is Dv; and repeats: whether entries that repeat a key count
+            each.
 
     Returns:
-        ``(o, lse)``: o ``[B, S, G, h, Dv]`` in q's dtype, exactly 0 for a row without entries; lse ``[B, S, G, h]`` in
-        the arithmetic's dtype, -inf there.
+        ``(o, lse)``, as :func:`mhc_inductor.reference.selection.selection_attention`.
 
     Source: DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556), with an additive mask of the listed keys.
     """
+    v_width = rest[2]
     o = q.new_zeros((*q.shape[:4], v_width))
     lse = q.new_full(q.shape[:4], -torch.inf, dtype=acc_dtype(q.dtype))
     if 0 in (o.numel(), k.shape[2], indices.shape[3]):
@@ -137,52 +120,29 @@ def selection_entry_attention(
     for in_b, in_s in _chunks(q, indices, v_width):
         query, listed, biases = (t[in_b, in_s] for t in (q, indices, bias))
         values = None if v is None else v[in_b]
-        part = attention(query, k[in_b], values, listed, biases, sink, scale, v_width, repeats)
+        part = attention(query, k[in_b], values, listed, biases, *rest)
         o[in_b, in_s], lse[in_b, in_s] = part
     return o, lse
 
 
 @as_given
 def selection_entry_attention_backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    bias: Tensor,
-    sink: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    v_width: int,
-    repeats: bool,
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`selection_entry_attention`; a gradient of None counts as zero.
 
     The formulas are those of :func:`mhc_inductor.reference.selection.selection_attention_backward`, with each entry's
     gradient added to its key's. With v None, dk holds the gradients of k as keys and as values.
 
-    Args:
-        dout: Gradient ``[B, S, G, h, Dv]`` of o, or None.
-        dlse: Gradient ``[B, S, G, h]`` of lse, or None.
-        q: As for :func:`selection_entry_attention`.
-        k: As for :func:`selection_entry_attention`.
-        v: As for :func:`selection_entry_attention`.
-        indices: As for :func:`selection_entry_attention`.
-        bias: As for :func:`selection_entry_attention`.
-        sink: As for :func:`selection_entry_attention`.
-        o: Output of :func:`selection_entry_attention`.
-        lse: Output of :func:`selection_entry_attention`.
-        scale: As for :func:`selection_entry_attention`.
-        v_width: Dv.
-        repeats: As for :func:`selection_entry_attention`.
+    dout ``[B, S, G, h, Dv]`` and dlse ``[B, S, G, h]`` are the gradients of o and lse. The others are the arguments of
+    :func:`selection_entry_attention`, with its outputs o and lse before the scale.
 
     Returns:
         ``(dq, dk, dv, dsink)``, each in its input's shape and dtype; dv has shape [0] with v None, dsink without a sink.
 
     Source: derived from arXiv 2512.02556.
     """
+    bias, sink, o, lse, scale, v_width, repeats = rest
     row, dsink = backward_rows(dout, dlse, sink, o, lse)
     values, acc = values_of(k, v, v_width), acc_dtype(q.dtype)
     dq = q.new_zeros(q.shape)

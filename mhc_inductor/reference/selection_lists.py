@@ -20,16 +20,12 @@ from mhc_inductor.reference.precision import as_given
 from mhc_inductor.reference.segments import ANY_SEGMENT
 
 
-def absolute_keys(
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Returns positions in k, int64 ``[B, S, G, n]``, and whether the query sees them; 0 where it does not."""
+def absolute_keys(q: Tensor, k: Tensor, indices: Tensor, *visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns positions in k, int64 ``[B, S, G, n]``, and whether the query sees them; 0 where it does not.
+
+    ``visible`` are cu_seqlens_q, cu_seqlens_k, segments_q and segments_k.
+    """
+    cu_seqlens_q, cu_seqlens_k, segments_q, segments_k = visible
     lo, hi = (bound.view(1, -1, 1, 1) for bound in selection.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k))
     index = indices.to(torch.int64)
     seen = (index >= 0) & (index < hi - lo)
@@ -41,20 +37,6 @@ def absolute_keys(
     return torch.where(seen, keys, 0), seen
 
 
-def ranges_of(
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-) -> Tensor:
-    """Returns the lists as absolute ranges of one or no key each, int32 ``[B, S, G, n, 2]``."""
-    keys, seen = absolute_keys(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-    return torch.stack((keys, keys + seen), -1).to(torch.int32)
-
-
 def values_of(k: Tensor, v: Tensor | None, v_width: int) -> Tensor:
     """Returns v, or the first ``v_width`` columns of k if v is None."""
     return k[..., :v_width] if v is None else v
@@ -62,17 +44,7 @@ def values_of(k: Tensor, v: Tensor | None, v_width: int) -> Tensor:
 
 @as_given
 def selection_list_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    scale: float,
-    v_width: int,
+    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, sink: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     """Computes softmax attention of each query over the distinct keys in its list.
 
@@ -89,77 +61,48 @@ def selection_list_attention(
         v: Values ``[B, G, S_kv, Dv]``, or None for ``k[..., :v_width]``.
         indices: Key positions ``[B, S, G, n]``; others than 0 to S_kv - 1 select nothing, repeated ones count once.
         sink: Logits ``[G, h]``, or None.
-        cu_seqlens_q: Boundaries ``[N+1]`` of packed sequences in S, or None. B is then 1, and positions count from the
-            start of the query's own sequence of keys.
-        cu_seqlens_k: The same boundaries in S_kv, or None for cu_seqlens_q.
-        segments_q: Segment ids ``[B, S]``, or None for all keys.
-        segments_k: Segment ids ``[B, S_kv]``, or None for all keys.
-        scale: Factor of the scores.
-        v_width: Dv.
+        *rest: cu_seqlens_q, cu_seqlens_k, segments_q, segments_k and scale, as for
+            :func:`mhc_inductor.reference.selection.selection_attention`, and v_width, which is Dv. With boundaries,
+            positions count from the start of the query's own sequence of keys.
 
     Returns:
-        ``(o, lse)``: o ``[B, S, G, h, Dv]`` in q's dtype, exactly 0 where nothing is selected; lse ``[B, S, G, h]`` in
-        the arithmetic's dtype, -inf there.
+        ``(o, lse)``, as :func:`mhc_inductor.reference.selection.selection_attention`.
 
     Source: DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556), over the list that the indexer chose.
     """
-    keys = (q, k, v, indices, sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-    return over_ranges(selection.selection_attention, *keys, scale, v_width)
+    return over_ranges(selection.selection_attention, q, k, v, indices, sink, *rest)
 
 
 @as_given
 def selection_list_attention_backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    v_width: int,
+    dout: Tensor | None, dlse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`selection_list_attention`; a gradient of None counts as zero.
 
     The formulas are those of :func:`mhc_inductor.reference.selection.selection_attention_backward`. With v None, dk
     holds the gradients of k as keys and as values, summed in the arithmetic's dtype and rounded once.
 
-    Args:
-        dout: Gradient ``[B, S, G, h, Dv]`` of o, or None.
-        dlse: Gradient ``[B, S, G, h]`` of lse, or None.
-        q: As for :func:`selection_list_attention`.
-        k: As for :func:`selection_list_attention`.
-        v: As for :func:`selection_list_attention`.
-        indices: As for :func:`selection_list_attention`.
-        sink: As for :func:`selection_list_attention`.
-        cu_seqlens_q: As for :func:`selection_list_attention`.
-        cu_seqlens_k: As for :func:`selection_list_attention`.
-        segments_q: As for :func:`selection_list_attention`.
-        segments_k: As for :func:`selection_list_attention`.
-        o: Output of :func:`selection_list_attention`.
-        lse: Output of :func:`selection_list_attention`.
-        scale: As for :func:`selection_list_attention`.
-        v_width: Dv.
+    dout ``[B, S, G, h, Dv]`` and dlse ``[B, S, G, h]`` are the gradients of o and lse. The others are the arguments of
+    :func:`selection_list_attention`, with its outputs o and lse before the scale.
 
     Returns:
         ``(dq, dk, dv, dsink)``, each in its input's shape and dtype; dv has shape [0] with v None, dsink without a sink.
 
     Source: derived from arXiv 2512.02556.
     """
-    keys = (q, k, v, indices, sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-    return gradients(selection.selection_attention_backward, dout, dlse, *keys, o, lse, scale, v_width)
+    return gradients(selection.selection_attention_backward, dout, dlse, *rest)
+
+
+def _ranges(q: Tensor, k: Tensor, indices: Tensor, *visible: Tensor | None) -> Tensor:
+    """Returns the lists as absolute ranges of one or no key each, int32 ``[B, S, G, n, 2]``."""
+    keys, seen = absolute_keys(q, k, indices, *visible)
+    return torch.stack((keys, keys + seen), -1).to(torch.int32)
 
 
 def over_ranges(attention: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> tuple[Tensor, Tensor]:
     """Returns what ``attention`` over ranges gives for the arguments of :func:`selection_list_attention`."""
     q, k, v, indices, sink, *visible, scale, v_width = args
-    ranges = ranges_of(q, k, indices, *visible)
+    ranges = _ranges(q, k, indices, *visible)
     return attention(q, k, values_of(k, v, v_width), ranges, sink, None, None, scale)
 
 
@@ -171,7 +114,7 @@ def gradients(
     If v is None, dv is added to dk.
     """
     dout, dlse, q, k, v, indices, sink, *visible, o, lse, scale, v_width = args
-    ranges = ranges_of(q, k, indices, *visible)
+    ranges = _ranges(q, k, indices, *visible)
     if v is not None:
         return backward(dout, dlse, q, k, v, ranges, sink, None, None, o, lse, scale)
     # In the arithmetic's dtype, so that the sum is rounded once.
