@@ -183,14 +183,6 @@ def _stamped() -> Iterator[None]:
         _here.stamped = before
 
 
-def _pass() -> tuple[Callable[..., Any], Callable[[Any], None]]:
-    """Imports the routing pass late and returns ``(route, log_report)``."""
-    from mhc_inductor.report import log_report
-    from mhc_inductor.routing import route
-
-    return route, log_report
-
-
 def _route(gm: Any, options: RoutingOptions) -> Any:
     """Routes the formulas of a Dynamo graph and returns the report. Returns None if the graph was routed before."""
     if not isinstance(gm, torch.fx.GraphModule):
@@ -200,8 +192,9 @@ def _route(gm: Any, options: RoutingOptions) -> Any:
             return None
         _routed.add(gm)
     from mhc_inductor.replay.graph import routed_in_mode
+    from mhc_inductor.report import log_report
+    from mhc_inductor.routing import route
 
-    route, log_report = _pass()
     with routed_in_mode():
         # An op that stands for a formula is to be seen, also where Inductor's code for the formula is faster.
         report = route(gm, options, lower=not options.profile_scopes)

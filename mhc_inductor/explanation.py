@@ -77,7 +77,10 @@ def explain(
     """
     inspector = Inspector(verify, measure)
     if isinstance(fn, torch.export.ExportedProgram):
-        report = _exported(fn, args, kwargs, inspector)
+        if args or kwargs:
+            raise TypeError("explain: an exported program is not run and takes no arguments; call explain(program)")
+        with _counters_kept():
+            report = routed(fn, check=inspector)[1]
     else:
         report = _called(fn, args, kwargs, inspector)
     if measure:
@@ -112,14 +115,6 @@ def _called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 _BROKEN = "Dynamo breaks the graph, so that no formula is seen across the break, and nothing of a checkpointed region with one"
-
-
-def _exported(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inspector: Inspector) -> Report:
-    """Returns what routing finds in an exported program."""
-    if args or kwargs:
-        raise TypeError("explain: an exported program is not run and takes no arguments; call explain(program)")
-    with _counters_kept():
-        return routed(program, check=inspector)[1]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -82,20 +82,11 @@ class SparseIndexer(nn.Module):
             TypeError: A dtype or type does not fit.
         """
         _check_dims("SparseIndexer", q, k)
-        picks = index_topk(
-            q,
-            k,
-            w,
-            min(self.topk, k.shape[1]),
-            # operator.index: a plain number even for dynamic sizes. A size of 0 is reported by the op.
-            scale=1 / math.sqrt(operator.index(q.shape[-1]) or 1) if self.scale is None else self.scale,
-            limit=_limit(self.causal, q, k)
-            if limit is None
-            else limit,  # no method: integrations/hub/ has this forward
-            mask=mask,
-            segments_q=segments_q,
-            segments_k=segments_k,
-        )
+        # operator.index: a plain number even for dynamic sizes. A size of 0 is reported by the op.
+        scale = 1 / math.sqrt(operator.index(q.shape[-1]) or 1) if self.scale is None else self.scale
+        limit = _limit(self.causal, q, k) if limit is None else limit  # no method: integrations/hub/ has this forward
+        visible = {"limit": limit, "mask": mask, "segments_q": segments_q, "segments_k": segments_k}
+        picks = index_topk(q, k, w, min(self.topk, k.shape[1]), scale=scale, **visible)
         return picks.unsqueeze(2)
 
     def loss(
@@ -149,18 +140,9 @@ class SparseIndexer(nn.Module):
         if not isinstance(indices, Tensor) or indices.dim() != 4 or indices.shape[2] != 1:
             got = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
             raise ValueError(f"SparseIndexer.loss: indices must have shape [B, S, 1, n] or be None, got {got}")
-        return index_loss(
-            q,
-            k,
-            w,
-            indices.squeeze(2),
-            attention_q,
-            attention_k,
-            lse=lse,
-            scale=self.scale,
-            attention_scale=attention_scale,
-            reduction=reduction,
-        )
+        options: dict[str, Any] = {"attention_scale": attention_scale, "reduction": reduction}
+        listed = indices.squeeze(2)
+        return index_loss(q, k, w, listed, attention_q, attention_k, lse=lse, scale=self.scale, **options)
 
     def _visible(self, q: Tensor, k: Tensor, limit: Tensor | None) -> Tensor:
         """Returns the positions of all keys ``[B, S, 1, T]``, int32, with -1 for those that a query does not see."""

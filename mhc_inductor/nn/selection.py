@@ -54,12 +54,8 @@ class SelectionAttention(nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        sizes(
-            "SelectionAttention",
-            groups=groups,
-            heads=heads,
-            **({} if block_size is None else {"block_size": block_size}),
-        )
+        blocks = {} if block_size is None else {"block_size": block_size}
+        sizes("SelectionAttention", groups=groups, heads=heads, **blocks)
         flags("SelectionAttention", sink=sink)
         self.groups, self.heads, self.scale, self.block_size = groups, heads, scale, block_size
         self.sink = nn.Parameter(torch.empty((groups, heads), device=device, dtype=torch.float32)) if sink else None
@@ -129,27 +125,14 @@ class SelectionAttention(nn.Module):
             if selection.dim() != (5 if self.block_size is None else 4):
                 came = list(selection.shape)
                 raise ValueError(f"SelectionAttention: selection must have shape {meaning}, got {came}")
+        packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         if self.block_size is not None and selection is not None:
             strided("SelectionAttention", "k", k)
             if k.dim() != 4:
                 raise ValueError(f"SelectionAttention: k must have shape [B, G, S_kv, Dk], got {list(k.shape)}")
-            selection = blocks_to_ranges(
-                selection, self.block_size, k.shape[2], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
-            )
-        return selection_attention(
-            q,
-            k,
-            v,
-            selection,
-            indices=indices,
-            scale=self.scale,
-            sink=self.sink,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            segments_q=segments_q,
-            segments_k=segments_k,
-            v_width=v_width,
-        )
+            selection = blocks_to_ranges(selection, self.block_size, k.shape[2], **packed)
+        options: dict[str, Any] = {**packed, "segments_q": segments_q, "segments_k": segments_k, "v_width": v_width}
+        return selection_attention(q, k, v, selection, indices=indices, scale=self.scale, sink=self.sink, **options)
 
     def extra_repr(self) -> str:
         """Returns the sizes and options, for ``repr``."""

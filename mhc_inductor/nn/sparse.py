@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mhc_inductor.api.selection import blocks_to_ranges, selection_attention
 from mhc_inductor.nn.arguments import sizes
 from mhc_inductor.ops.checks import number, strided
-from mhc_inductor.ops.selection_blocks import call
+from mhc_inductor.ops.selection import call
 
 
 class NSACache(NamedTuple):
@@ -234,18 +234,11 @@ class NativeSparseAttention(nn.Module):
         if self.rope is not None:
             turned = _rotate(q, position.view(-1, 1, 1), self.rope)
             k_s, k_w = (_rotate(t, position, self.rope) for t in (k_s, k_w))
+        new: tuple[Tensor, ...] = (k_s, v_s, k_w, v_w, k_c, v_c)
         if cache is not None:
-            k_s, v_s, k_w, v_w, k_c, v_c = (
-                torch.cat(pair, 2)
-                for pair in (
-                    (cache.k, k_s),
-                    (cache.v, v_s),
-                    (cache.k_window, k_w),
-                    (cache.v_window, v_w),
-                    (cache.k_tail, k_c),
-                    (cache.v_tail, v_c),
-                )
-            )
+            old = (cache.k, cache.v, cache.k_window, cache.v_window, cache.k_tail, cache.v_tail)
+            new = tuple(torch.cat(pair, 2) for pair in zip(old, new, strict=True))
+        k_s, v_s, k_w, v_w, k_c, v_c = new
         (k_n, k_tail), (v_n, v_tail) = self.compress_k(k_c), self.compress_v(v_c)
         if cache is not None:
             k_n, v_n = torch.cat((cache.k_compressed, k_n), 2), torch.cat((cache.v_compressed, v_n), 2)
@@ -253,18 +246,8 @@ class NativeSparseAttention(nn.Module):
         length, stride = self.compress_k.length, self.compress_k.stride
         complete = ((position + 1 - length).div(stride, rounding_mode="floor") + 1).clamp(min=0)
         o_c, lse = selection_attention(q, k_n, v_n, self._ranges(x, complete * 0, complete), return_lse=True)
-        blocks = call(
-            "selection_blocks",
-            q.detach(),
-            k_n.detach(),
-            lse.detach(),
-            self.head_dim**-0.5,
-            length,
-            stride,
-            self.block_size,
-            self.top_k,
-            past + s,
-        )
+        options = (self.head_dim**-0.5, length, stride, self.block_size, self.top_k, past + s)
+        blocks = call("selection_blocks", q.detach(), k_n.detach(), lse.detach(), *options)
         o_s = selection_attention(turned, k_s, v_s, blocks_to_ranges(blocks, self.block_size, past + s))
         end = position + 1 - past + (k_w.shape[2] - s)
         o_w = selection_attention(turned, k_w, v_w, self._ranges(x, end - self.window, end))

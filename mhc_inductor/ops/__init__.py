@@ -1,34 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops ``torch.ops.mhc_inductor.*``: schemas, fakes, autograd, vmap rules and validation."""
 
-from mhc_inductor.ops import (
-    e79,
-    flops,
-    fused,
-    index,
-    index_loss,
-    mhc,
-    selection,
-    selection_blocks,
-    selection_entries,
-    selection_lists,
-    selection_masks,
-    single_pass,
-)
+from mhc_inductor.ops import e79, flops, fused, index, index_loss, mhc, selection, single_pass
 
-__all__ = [
-    "e79",
-    "flops",
-    "fused",
-    "index",
-    "index_loss",
-    "mhc",
-    "selection",
-    "selection_blocks",
-    "selection_entries",
-    "selection_lists",
-    "selection_masks",
-    "single_pass",
-]
+__all__ = ["e79", "flops", "fused", "index", "index_loss", "mhc", "selection", "single_pass"]
 
 flops.register()

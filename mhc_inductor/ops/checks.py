@@ -170,14 +170,16 @@ class Call:
     Attributes:
         op: Name of the op for messages.
         given: The arguments by name; None for those that were left out.
-        sizes: The sizes of the named dimensions seen so far; those of "..." as a tuple.
+        sizes: The sizes of the named dimensions seen so far; those of "..." as "...0", "...1", ....
+        lead: How many of these there are, None before one was seen.
         family: The table of the op's dimensions.
         first: Name of the tensor that the others are compared with.
     """
 
     def __init__(self, op: str, given: dict[str, Any], family: Family, first: str) -> None:
         self.op, self.given, self.family, self.first = op, given, family, first
-        self.sizes: dict[str, Any] = {}
+        self.sizes: dict[str, Any] = {"2": 2, "7": 7}  # the table names these sizes themselves
+        self.lead: int | None = None
 
     def said(self, words: Sequence[str]) -> str:
         """Returns names of dimensions as messages show them."""
@@ -191,34 +193,23 @@ class Call:
             words: Names of its dimensions, the first of which may be "...".
             said: What the message calls the shape; empty for what the table says.
         """
-        t, sizes, new = self.given[name], self.sizes, list[str]()
-        shape: tuple[Any, ...] = tuple(t.shape)
+        t, sizes = self.given[name], self.sizes
+        names = said or self.family.texts.get(name) or self.said(words)
         if words[0] == LEAD:
-            lead = max(0, len(shape) - len(words) + 1)
-            shape = (shape[:lead], *shape[lead:])
-        rank = len(shape) == len(words) and (words[0] != LEAD or len(sizes.get(LEAD, shape[0])) == lead)
+            self.lead = max(0, t.dim() - len(words) + 1) if self.lead is None else self.lead
+            words = [*(f"{LEAD}{i}" for i in range(self.lead)), *words[1:]]
+        known, rank = [w in sizes for w in words], t.dim() == len(words)
 
         def message() -> str:
-            names = said or self.family.texts.get(name) or self.said(words)
-            known = [w.isdigit() or (w in sizes and w not in new) for w in words]
-            wants: list[Any] = [
-                int(w) if w.isdigit() else sizes.get(w, size) for w, size in zip(words, sized, strict=True)
-            ]
-            flat = [*wants[0], *wants[1:]] if words[0] == LEAD else wants
-            want = f" = {text(flat)}" if all(known) or (rank and any(known)) else ""
+            wants = [sizes.get(w, size) for w, size in zip(words, t.shape if rank else words, strict=True)]
+            want = f" = {text(wants)}" if all(known) or (rank and any(known)) else ""
             return f"{self.op}: {name} must have shape {names}{want}, got {text(t.shape)}"
 
-        sized = shape if rank else words
         if not rank:
             raise ValueError(message())
-        for word, got in zip(words, shape, strict=True):
-            if word not in sizes and not word.isdigit():
-                sizes[word] = got
-                new.append(word)
-                continue
-            want: Any = int(word) if word.isdigit() else sizes[word]
-            for x, y in zip(got, want, strict=True) if word == LEAD else ((got, want),):
-                _equal(x, y, message)
+        for word, got in zip(words, t.shape, strict=True):
+            if (want := sizes.setdefault(word, got)) is not got:
+                _equal(got, want, message)
 
     def least(self, name: str, words: Sequence[str]) -> None:
         """Raises ValueError if a tensor has no entries along a dimension that needs one."""

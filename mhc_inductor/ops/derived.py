@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.ops.batching import into_batch
-from mhc_inductor.ops.dims import LEAD, TABLE, first_of, results, source_of
+from mhc_inductor.ops.dims import LEAD, TABLE, first_of, results, sizes_of, source_of
 from mhc_inductor.ops.registry import Gradient, argument_names, call, define, needed, refuse
 from mhc_inductor.reference.precision import acc_dtype
 
@@ -77,18 +77,10 @@ def fake(name: str, *args: Any) -> Any:
 
 
 def _sizes(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sizes of the dimensions that a call's arguments name; those of "..." as a tuple."""
-    dims, sizes = TABLE[name].dims, {size: given[a] for a, size in _SCALARS.items() if a in given}
-    for argument, t in given.items():
-        if not isinstance(t, Tensor) or argument not in dims or argument == "mask":
-            continue
-        words = dims[argument].split()
-        if words[0] == LEAD:
-            lead = t.dim() - len(words) + 1
-            sizes.setdefault(LEAD, tuple(t.shape[:lead]))
-            words = [*[""] * lead, *words[1:]]
-        for word, size in zip(words, t.shape, strict=False):
-            sizes.setdefault(word, size)
+    """Returns the sizes of the dimensions that a call's arguments name; leading dimensions by their number."""
+    family = TABLE[name]
+    tensors = [(a, t) for a, t in given.items() if isinstance(t, Tensor) and a in family.dims and a != "mask"]
+    sizes = sizes_of(family, tensors) | {size: given[a] for a, size in _SCALARS.items() if a in given}
     if "4n" in sizes:
         sizes["n"] = sizes["4n"] // 4
     if given.get("segment"):
@@ -111,9 +103,10 @@ def _empty(name: str, result: str, given: Mapping[str, Any], like: Any, sizes: M
     if result in ("h_res", "next_res"):  # empty without residual coefficients
         k = 0 if sizes["m"] == 2 * sizes["n"] else sizes["n"]
         sizes = {**sizes, "o": k, "n": k}
-    lead, words = (sizes[LEAD], words[1:]) if words[0] == LEAD else ((), words)
+    if words[0] == LEAD:
+        words = [*(w for w in sizes if w.isdigit()), *words[1:]]
     dtype = like.dtype if result in _ROUNDED else torch.int32 if result in _INT32 else acc
-    return like.new_empty((*lead, *(int(w) if w.isdigit() else sizes[w] for w in words)), dtype=dtype)
+    return like.new_empty([sizes[w] if w in sizes else int(w) for w in words], dtype=dtype)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------

@@ -192,3 +192,12 @@ def names(family: Family, name: str, tensor: Any = None, rank: int | None = None
     if name == "mask" and tensor is not None:
         words = ["" if size == 1 else word for word, size in zip(words, tensor.shape, strict=True)]
     return tuple(words)
+
+
+def sizes_of(family: Family, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the size of every dimension that tensors name, the first ones first; leading dimensions by their number."""
+    found: dict[str, Any] = {}
+    for name, t in tensors:
+        for word, size in zip(names(family, name, t), t.shape, strict=True):
+            found.setdefault(word, size)
+    return found

@@ -66,13 +66,10 @@ PRODUCTS: dict[str, Products] = {
 
 def _sizes(op: str, given: Mapping[str, Any], results: tuple[Any, ...]) -> dict[str, int]:
     """Returns the size of every named dimension of a call."""
-    family, sizes = dims.TABLE[op], dict[str, int]()
+    family = dims.TABLE[op]
     tensors = [(name, t) for name, t in given.items() if isinstance(t, Tensor)]
     tensors.sort(key=lambda pair: pair[0] not in family.dims)  # gradients last: that of an absent h_res is empty
-    for name, t in (*tensors, *zip(dims.results(op), results, strict=True)):
-        for word, size in zip(dims.names(family, name, t), t.shape, strict=True):
-            sizes.setdefault(word, size)
-    return sizes
+    return dims.sizes_of(family, (*tensors, *zip(dims.results(op), results, strict=True)))
 
 
 def _pairs(sizes: Mapping[str, int], given: Mapping[str, Any]) -> int:

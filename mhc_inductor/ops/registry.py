@@ -138,43 +138,29 @@ def _strided(name: str, *args: Any) -> None:
             checks.strided(checks.public(name), argument, value)
 
 
-def _all_fake(name: str, *args: Any) -> None:
-    """Raises TypeError if only some of the tensors of op ``name`` are fake."""
-    mixed = compat.ops.real_among_fakes(args)
-    if mixed is not None:
+def _guard(name: str, integers: bool, *args: Any) -> None:
+    """Runs before each call of op ``name``: makes it known to DTensor, and checks what only autograd's level can see.
+
+    Raises:
+        TypeError: An argument is no strided tensor, or only some of the tensors are fake.
+        NotImplementedError: An argument carries a forward-mode tangent, which torch would silently drop, or
+            torch.func.grad or vjp differentiates the op itself, which it cannot.
+    """
+    sharding.register_if_used()
+    _strided(name, *args)
+    if (mixed := compat.ops.real_among_fakes(args)) is not None:
         real, fake = (_NAMES[name][at] for at in mixed)
         raise TypeError(
             f"{checks.public(name)}: {real} must be a fake tensor as {fake} is, got a real one; "
             f"pass {fake}.fake_mode.from_tensor({real}), or only real tensors"
         )
-
-
-def _refuse_transforms(name: str, *args: Any) -> None:
-    """Raises NotImplementedError if torch.func.grad or vjp differentiates op ``name`` itself, which it cannot."""
+    if not integers and compat.any_tangent(args):
+        raise _no_tangents(name)
     if torch.is_grad_enabled() and compat.functorch_active() and compat.ops.any_tracked(args):
         raise NotImplementedError(
             f"mhc_inductor: {name} cannot be differentiated by torch.func.grad, vjp or jacrev inside a compiled function; "
             "transform outside of torch.compile, or use torch.autograd"
         )
-
-
-def _guard(name: str, integers: bool, *args: Any) -> None:
-    """Runs before each call of op ``name``: makes it known to DTensor, and checks what only autograd's level can see.
-
-    Raises TypeError or NotImplementedError for arguments that would fail below autograd, or lose a derivative.
-    """
-    sharding.register_if_used()
-    _strided(name, *args)
-    _all_fake(name, *args)
-    if not integers:
-        _refuse_tangents(name, *args)
-    _refuse_transforms(name, *args)
-
-
-def _refuse_tangents(name: str, *args: Any) -> None:
-    """Raises NotImplementedError if an argument carries a forward-mode tangent, which torch would silently drop."""
-    if compat.any_tangent(args):
-        raise _no_tangents(name)
 
 
 def _no_tangents(name: str) -> NotImplementedError:

@@ -174,12 +174,6 @@ def attend(
     return torch.matmul(p, finite(values)) * weight + spread, lse
 
 
-def total_share(share: Tensor) -> Tensor:
-    """Returns the sum over the last dimension, which it keeps; 1 for a row without keys."""
-    total = share.sum(-1, keepdim=True)
-    return torch.where(total > 0, total, 1.0)
-
-
 class Rows(NamedTuple):
     """Inputs of the backward, one per row, ``[..., h]`` (dout ``[..., h, Dv]``).
 
