@@ -243,11 +243,7 @@ def plain(report: Report) -> str:
     lines = []
     for title, rows in tables(report):
         lines += [f"{title}:", *(f"  {name}: {value}" for name, value in rows.items()), ""]
-    lines += [
-        *(f"note: {n}" for n in report.notes),
-        *(f"problem: {p}" for p in report.problems),
-        verdict(report),
-    ]
+    lines += [*(f"note: {n}" for n in report.notes), *(f"problem: {p}" for p in report.problems), verdict(report)]
     return "\n".join(lines)
 
 

@@ -20,11 +20,7 @@ from mhc_inductor.exported.examples import KEY
 from mhc_inductor.exported.inlining import bodies
 
 aten = torch.ops.aten
-_IN_PLACE = {
-    "__ior__": operator.ior,
-    "__iand__": operator.iand,
-    "__ixor__": operator.ixor,
-}
+_IN_PLACE = {"__ior__": operator.ior, "__iand__": operator.iand, "__ixor__": operator.ixor}
 """In-place operators of ATen that no method of a tensor spells."""
 _END = 1 << 62
 """Ends of slices from here on mean the end of the dimension."""

@@ -125,7 +125,7 @@ class SelectionAttention(nn.Module):
             if selection.dim() != (5 if self.block_size is None else 4):
                 came = list(selection.shape)
                 raise ValueError(f"SelectionAttention: selection must have shape {meaning}, got {came}")
-        packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        packed: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         if self.block_size is not None and selection is not None:
             strided("SelectionAttention", "k", k)
             if k.dim() != 4:

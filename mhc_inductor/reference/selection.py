@@ -15,7 +15,7 @@ Source: arXiv 2502.11089, section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ CHUNK = 2**22
 """Scores (queries x heads x keys) of one chunk, which needs about ten buffers of this size of working memory."""
 
 Bounds = tuple[Tensor, Tensor]
+Pair = tuple[Tensor | None, Tensor | None]
 Slices = tuple[slice, slice, slice]
 _EVERY = slice(None)
 
@@ -290,9 +291,7 @@ def attention_backward(
     return dq, dk, k.new_empty((0,)) if v is None else dv, dsink
 
 
-def in_ranges(
-    q: Tensor, k: Tensor, ranges: Tensor, boundaries: Sequence[Tensor | None], segments: Sequence[Tensor | None]
-) -> Visible:
+def in_ranges(q: Tensor, k: Tensor, ranges: Tensor, boundaries: Pair, segments: Pair) -> Visible:
     """Returns which keys of each chunk are in the ranges of its queries and of the same segment."""
     lo, hi = key_bounds(q, k, *boundaries)
 
@@ -372,6 +371,6 @@ def selection_attention_backward(
 
     Source: derived from arXiv 2502.11089, section 3.3.2.
     """
-    sink, cu_seqlens_q, cu_seqlens_k, o, lse, scale, *segments = rest
-    visible = in_ranges(q, k, ranges, (cu_seqlens_q, cu_seqlens_k), segments or (None, None))
+    sink, cu_seqlens_q, cu_seqlens_k, o, lse, scale, segments_q, segments_k = (*rest, None, None)[:8]
+    visible = in_ranges(q, k, ranges, (cu_seqlens_q, cu_seqlens_k), (segments_q, segments_k))
     return attention_backward(dout, dlse, q, k, v, sink, o, lse, scale, visible)
