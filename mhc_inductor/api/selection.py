@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -166,22 +166,15 @@ def selection_attention(
     if mask is not None:
         _combined(mask, ranges, indices, *rest[1:])
     _check_bias(bias, repeats, indices, (mask, *rest[1:]))
+    name, args = op_of(q, k, values, ranges, indices, rest, scale, mask, bias, repeats)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
-        if bias is None or indices is None:
-            check(q, k, values, ranges, indices, rest, scale, mask)
-        else:
-            checks.check("selection_entry_attention", q, k, values, indices, bias, sink, scale, _last(values), repeats)
-    own = None if v is k or (ranges is None and _reads_keys(k, values)) else values
-    if indices is not None and bias is not None:
-        o, lse = call("selection_entry_attention", q, k, own, indices, bias, sink, scale, _last(values), repeats)
-    elif indices is not None:
-        listed = indices if mask is None else _shown(mask, q, indices)
-        o, lse = call("selection_list_attention", q, k, own, listed, *rest, scale, _last(values))
-    elif mask is not None:
-        o, lse = call("selection_mask_attention", q, k, own, mask, sink, scale, _last(values))
-    else:
-        segments = given(segments_q, segments_k)
-        o, lse = call("selection_attention", q, k, values, ranges, *rest[:3], scale, *segments)
+        checks.check(name, *args)
+        if indices is not None and mask is not None:
+            checks.mask_of_lists("selection_attention", q, k, mask)
+    if ranges is None:
+        listed = args[3] if indices is None or mask is None else _shown(mask, q, indices)
+        args = (q, k, None if v is k or _reads_keys(k, values) else values, listed, *args[4:])
+    o, lse = call(name, *args)
     return (o, lse) if return_lse else o
 
 
@@ -236,7 +229,7 @@ def _shown(mask: Tensor, q: Tensor, indices: Tensor) -> Tensor:
     return torch.where(shown, indices, -1)
 
 
-def check(
+def op_of(
     q: Tensor,
     k: Tensor,
     values: Tensor,
@@ -245,20 +238,18 @@ def check(
     rest: _Rest,
     scale: float,
     mask: Tensor | None = None,
-) -> None:
-    """Raises ValueError or TypeError unless the arguments fit together; one of ranges, indices and mask is given."""
+    bias: Tensor | None = None,
+    repeats: bool = False,
+) -> tuple[str, tuple[Any, ...]]:
+    """Returns the op that computes a call, and its arguments; one of ranges, indices and mask is given."""
+    width = values.shape[-1] if isinstance(values, Tensor) and values.dim() else 0
+    if indices is not None and bias is not None:
+        return "selection_entry_attention", (q, k, values, indices, bias, rest[0], scale, width, repeats)
     if indices is not None:
-        checks.check("selection_list_attention", q, k, values, indices, *rest, scale, _last(values))
-        if mask is not None:
-            checks.mask_of_lists("selection_attention", q, k, mask)
-        return
+        return "selection_list_attention", (q, k, values, indices, *rest, scale, width)
     if mask is not None:
-        checks.check("selection_mask_attention", q, k, values, mask, rest[0], scale, _last(values))
-        return
-    assert ranges is not None
-    sink, cu_seqlens_q, cu_seqlens_k, *segments = rest
-    packed = (cu_seqlens_q, cu_seqlens_k)
-    checks.check("selection_attention", q, k, values, ranges, sink, *packed, scale, *segments)
+        return "selection_mask_attention", (q, k, values, mask, rest[0], scale, width)
+    return "selection_attention", (q, k, values, ranges, *rest[:3], scale, *given(*rest[3:]))
 
 
 def _check_bias(bias: Tensor | None, repeats: bool, indices: Tensor | None, rest: _Rest) -> None:
@@ -286,10 +277,6 @@ def _columns(v: Tensor, v_width: int | None) -> Tensor:
     if not 1 <= v_width <= v.shape[-1]:
         raise ValueError(f"selection_attention: v_width must be from 1 to v's last size {v.shape[-1]}, got {v_width}")
     return v[..., :v_width]
-
-
-def _last(v: Tensor) -> int:
-    return v.shape[-1] if isinstance(v, Tensor) and v.dim() else 0
 
 
 def _reads_keys(k: Tensor, v: Tensor) -> bool:

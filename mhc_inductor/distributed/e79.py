@@ -161,16 +161,8 @@ def _chunk(at: slice, kvqm: Tensor, *biases: Tensor | None) -> list[Tensor | Non
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        pipeline: _Pipeline,
-        kvqm: Tensor,
-        b_s: Tensor | None,
-        b_m: Tensor | None,
-        S0: Tensor | None,
-        M0: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, anchor: Tensor, pipeline: _Pipeline, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        kvqm, b_s, b_m, S0, M0 = given
         steps, batch, width = kvqm.shape
         n, relay = width // 4, _Relay(pipeline.members, 1)
         largest = -(-batch // pipeline.chunks)
@@ -188,7 +180,7 @@ class _Scan(torch.autograd.Function):
         relay.finish()
         ctx.pipeline = pipeline
         if pipeline.keeps:
-            ctx.save_for_backward(kvqm, b_s, b_m, S0, M0, *saved)
+            ctx.save_for_backward(*given, *saved)
         ctx.set_materialize_grads(False)
         outs, Ss, Ms = zip(*results, strict=True)
         return torch.cat(outs, 1), torch.cat(Ss), torch.cat(Ms)

@@ -35,7 +35,7 @@ def gather(
     lengths = tuple(sizes[0] for sizes in agreed.sizes)
     given = [t for t in tensors if t is not None]
     wanted = tuple(n for n, t in zip(needs, tensors, strict=True) if t is not None)
-    joined = iter(_Gather.apply(anchor, dim, lengths, wanted, members, *given))
+    joined = iter(_Gather.apply(anchor, (dim, lengths, wanted, members), *given))
     return [None if t is None else next(joined) for t in tensors]
 
 
@@ -53,15 +53,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        anchor: Tensor,
-        dim: int,
-        lengths: tuple[int, ...],
-        wanted: tuple[bool, ...],
-        members: Members,
-        *tensors: Tensor,
+        ctx: Any, anchor: Tensor, how: tuple[int, tuple[int, ...], tuple[bool, ...], Members], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.how = dim, lengths, wanted, members
+        ctx.how = dim, lengths, wanted, members = how
         joined = tuple(gather_rows(t.movedim(dim, 0), lengths, members).movedim(0, dim) for t in tensors)
         ctx.mark_non_differentiable(*(t for t, want in zip(joined, wanted, strict=True) if not want))
         return joined
@@ -77,4 +71,4 @@ class _Gather(torch.autograd.Function):
                 continue
             rows = sum_rows(grad.movedim(dim, 0), lengths, members, acc_dtype(grad.dtype))
             own.append(rows.movedim(0, dim).to(grad.dtype))
-        return None, None, None, None, None, *own
+        return None, None, *own

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,10 +60,8 @@ def index_scores(
 
     Source: as the local function.
     """
-    found = _joined("index_scores", (q, k, w), scale, (limit, mask, segments_q, segments_k), None, group)
-    return local.index_scores(
-        q, found.keys, w, scale=scale, limit=limit, mask=mask, segments_q=segments_q, segments_k=found.ids
-    )
+    keys, ids = _joined("index_scores", (q, k, w), scale, (limit, mask, segments_q, segments_k), None, group)
+    return local.index_scores(q, keys, w, scale=scale, limit=limit, mask=mask, segments_q=segments_q, segments_k=ids)
 
 
 @eagerly
@@ -108,23 +106,16 @@ def index_topk(
     Source: as the local function.
     """
     with torch.no_grad():
-        found = _joined("index_topk", (q, k, w), scale, (limit, mask, segments_q, segments_k), topk, group)
+        keys, ids = _joined("index_topk", (q, k, w), scale, (limit, mask, segments_q, segments_k), topk, group)
         return local.index_topk(
-            q, found.keys, w, topk, scale=scale, limit=limit, mask=mask, segments_q=segments_q, segments_k=found.ids
+            q, keys, w, topk, scale=scale, limit=limit, mask=mask, segments_q=segments_q, segments_k=ids
         )
-
-
-class _Joined(NamedTuple):
-    """The keys of all ranks, and their segment ids."""
-
-    keys: Tensor
-    ids: Tensor | None
 
 
 def _joined(
     op: str, tensors: tuple[Tensor, ...], scale: float, visible: _Visible, topk: int | None, group: Any
-) -> _Joined:
-    """Checks the arguments on all ranks, and gathers the keys; topk is None for scores."""
+) -> tuple[Tensor, Tensor | None]:
+    """Checks the arguments on all ranks, and returns the keys of all and their segment ids; topk is None for scores."""
     ranks = members(op, group)
     agreed = agree(op, ranks, lambda: _facts(op, tensors, scale, visible, topk, ranks))
     total = sum(sizes[0] for sizes in agreed.sizes)
@@ -140,7 +131,7 @@ def _joined(
     k = tensors[1]
     (keys,) = gather((k,), 1, agreed.needs[1:2], agreed.anchor(k.device, 1), agreed, ranks)
     assert keys is not None
-    return _Joined(keys, gather_ids(visible[3], agreed, ranks))
+    return keys, gather_ids(visible[3], agreed, ranks)
 
 
 def _facts(

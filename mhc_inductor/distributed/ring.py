@@ -91,23 +91,12 @@ def ring_attention(
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        ring: _Ring,
-        sends_grads: bool,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        sink: Tensor | None,
-        selection: Tensor,
-        ids_q: Tensor | None,
-        ids_k: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, anchor: Tensor, ring: _Ring, sends_grads: bool, *inputs: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, sink, selection, ids_q, ids_k = inputs
         mine = _Queries(q, selection, ids_q, sink)
         o, lse = _joined(mine, _round(_Part(k, v, ids_k), ring), ring)
         ctx.ring, ctx.sends_grads = ring, sends_grads
-        ctx.save_for_backward(q, k, v, sink, selection, ids_q, ids_k, o, lse)
+        ctx.save_for_backward(*inputs, o, lse)
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -160,56 +149,37 @@ def _round(own: _Part, ring: _Ring) -> Iterator[tuple[int, _Part]]:
         part = following
 
 
-def _here(selection: Tensor, ring: _Ring, step: int) -> Tensor:
-    """Returns ranges or positions as counted in the part that is here; what lies outside it selects nothing."""
+def _attention(mine: _Queries, part: _Part, ring: _Ring, step: int) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the op over one part, without the sink: its name, its tensors, and what comes after its outputs."""
     start = sum(ring.lengths[: ring.owner(step)])
-    # Clipped first: the difference could overflow. -1 is no position, and stays none.
-    return selection.clamp(-1 if ring.listed else 0, sum(ring.lengths)) - start
+    # Ranges or positions as counted in this part; what lies outside it selects nothing. Clipped first: the difference
+    # could overflow. -1 is no position, and stays none.
+    chosen = mine.selection.clamp(-1 if ring.listed else 0, sum(ring.lengths)) - start
+    if ring.listed:
+        lists = (mine.q, part.k, part.v, chosen, None, None, None, mine.ids, part.ids)
+        return "selection_list_attention", lists, (ring.scale, ring.v_width)
+    v = part.k[..., : ring.v_width] if part.v is None else part.v
+    ranges = (mine.q, part.k, v, chosen, None, None, None)
+    return "selection_attention", ranges, (ring.scale, *given(mine.ids, part.ids))
 
 
 def _attend(mine: _Queries, part: _Part, ring: _Ring, step: int) -> tuple[Tensor, Tensor]:
     """Returns o and lse over one part, without the sink."""
-    chosen, ids = _here(mine.selection, ring, step), (mine.ids, part.ids)
-    if ring.listed:
-        lists = (chosen, None, None, None, *ids)
-        return call("selection_list_attention", mine.q, part.k, part.v, *lists, ring.scale, ring.v_width)
-    v = _values(part, ring)
-    return call("selection_attention", mine.q, part.k, v, chosen, None, None, None, ring.scale, *given(*ids))
+    name, tensors, options = _attention(mine, part, ring, step)
+    return call(name, *tensors, *options)
 
 
 def _part_backward(
     up: Upstream, mine: _Queries, part: _Part, ring: _Ring, step: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns dq over one part, and the part's dk and dv (None where v is k)."""
+    name, tensors, options = _attention(mine, part, ring, step)
     # The op's gradients are those of its own outputs, which are computed again.
-    outputs = _attend(mine, part, ring, step)
-    return _attend_backward(up.to_part(*outputs), mine, part, outputs, ring, step)
-
-
-def _attend_backward(
-    grads: tuple[Tensor, Tensor],
-    mine: _Queries,
-    part: _Part,
-    outputs: tuple[Tensor, Tensor],
-    ring: _Ring,
-    step: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns dq over one part, and the part's dk and dv (None where v is k), from the part's outputs and gradients."""
-    chosen, ids = _here(mine.selection, ring, step), (mine.ids, part.ids)
-    if ring.listed:
-        lists = (chosen, None, None, None, *ids, *outputs)
-        name = "selection_list_attention_backward"
-        dq, dk, dv, _ = call(name, *grads, mine.q, part.k, part.v, *lists, ring.scale, ring.v_width)
-        return dq, dk, None if part.v is None else dv
-    inputs = (mine.q, part.k, _values(part, ring), chosen, None, None, None)
-    dq, dk, dv, _ = call("selection_attention_backward", *grads, *inputs, *outputs, ring.scale, *given(*ids))
+    outputs = call(name, *tensors, *options)
+    dq, dk, dv, _ = call(f"{name}_backward", *up.to_part(*outputs), *tensors, *outputs, *options)
     if part.v is not None:
         return dq, dk, dv
-    return dq, dk + F.pad(dv, (0, dk.shape[3] - ring.v_width)), None
-
-
-def _values(part: _Part, ring: _Ring) -> Tensor:
-    return part.k[..., : ring.v_width] if part.v is None else part.v
+    return dq, dk if ring.listed else dk + F.pad(dv, (0, dk.shape[3] - ring.v_width)), None
 
 
 class _Home:

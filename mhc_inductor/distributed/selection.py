@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
 from mhc_inductor.api import selection as local
-from mhc_inductor.distributed.agreement import Agreed, Facts, agree, requires
+from mhc_inductor.distributed.agreement import Facts, agree, requires
 from mhc_inductor.distributed.gather import gather, gather_ids
-from mhc_inductor.distributed.groups import Members, eagerly, members
+from mhc_inductor.distributed.groups import eagerly, members
 from mhc_inductor.distributed.ring import ring_attention
+from mhc_inductor.ops import checks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -126,66 +127,35 @@ def selection_attention(
         if method not in _METHODS:
             raise ValueError(f"{_OP}: method must be 'gather' or 'ring', got {method!r}")
         factor, values = local.prepared(q, v, ranges, indices, scale, v_width, return_lse)
-        local.check(q, k, values, ranges, indices, rest, factor)
+        name, args = local.op_of(q, k, values, ranges, indices, rest, factor)
+        checks.check(name, *args)
         group.check_device(_OP, "q", q)
         return _facts(q, k, v, values, indices is not None, rest, factor, method)
 
     agreed = agree(_OP, group, describe)
     factor, values = local.prepared(q, v, ranges, indices, scale, v_width, return_lse)
-    shares = _Shares(q, k, None if v is k else values, ranges, indices, factor, rest)
-    ring = method == "ring" and group.size > 1  # on one rank both are the local call
-    o, lse = _by_ring(shares, values.shape[3], agreed, group) if ring else _by_gather(shares, v_width, agreed, group)
+    own = None if v is k else values
+    if method == "ring" and group.size > 1:  # on one rank both are the local call
+        listed = indices is not None
+        inputs, selection, ids = (q, k, own, sink), indices if listed else ranges, (segments_q, segments_k)
+        o, lse = ring_attention(inputs, selection, ids, factor, values.shape[3], listed, agreed, group)
+    else:
+        keys, others = gather((k, own), 2, agreed.needs[1:3], agreed.anchor(k.device, 1, 2), agreed, group)
+        assert keys is not None
+        o, lse = local.selection_attention(
+            q,
+            keys,
+            keys if others is None else others,
+            ranges,
+            indices=indices,
+            scale=factor,
+            sink=sink,
+            segments_q=segments_q,
+            segments_k=gather_ids(segments_k, agreed, group),
+            v_width=v_width if own is None else None,  # values of their own came without the other columns
+            return_lse=True,
+        )
     return (o, lse) if return_lse else o
-
-
-class _Shares(NamedTuple):
-    """This rank's share of a call that is checked; v is None where the values are the keys."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor | None
-    ranges: Tensor | None
-    indices: Tensor | None
-    scale: float
-    rest: Any
-    """The sink, None twice, and the segment ids of queries and keys."""
-
-
-def _by_ring(own: _Shares, width: int, agreed: Agreed, group: Members) -> tuple[Tensor, Tensor]:
-    """Returns o and lse where the parts of the keys travel; ``width`` is that of the values."""
-    sink, _, _, *ids = own.rest
-    listed = own.indices is not None
-    selection = own.indices if listed else own.ranges
-    inputs = own.q, own.k, own.v, sink
-    return ring_attention(inputs, selection, (ids[0], ids[1]), own.scale, width, listed, agreed, group)
-
-
-def _by_gather(own: _Shares, v_width: int | None, agreed: Agreed, group: Members) -> tuple[Tensor, Tensor]:
-    """Returns o and lse of one local call on the keys of all ranks."""
-    sink, _, _, segments_q, segments_k = own.rest
-    keys, values, ids = _joined(own.k, own.v, segments_k, agreed, group)
-    return local.selection_attention(
-        own.q,
-        keys,
-        values,
-        own.ranges,
-        indices=own.indices,
-        scale=own.scale,
-        sink=sink,
-        segments_q=segments_q,
-        segments_k=ids,
-        v_width=v_width if own.v is None else None,  # values of their own came without the other columns
-        return_lse=True,
-    )
-
-
-def _joined(
-    k: Tensor, own: Tensor | None, ids: Tensor | None, agreed: Agreed, group: Members
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the keys, values and segment ids of all ranks; the values are the keys where a rank has no others."""
-    keys, values = gather((k, own), 2, agreed.needs[1:3], agreed.anchor(k.device, 1, 2), agreed, group)
-    assert keys is not None
-    return keys, keys if values is None else values, gather_ids(ids, agreed, group)
 
 
 def _facts(
