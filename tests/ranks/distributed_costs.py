@@ -8,34 +8,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.device_mesh import init_device_mesh
 
+import mhc_inductor as mi
+from tests.oracles import e79 as helpers_e79
+from tests.oracles import selection as helpers
 from tests.ranks import distributed_tools as tools
 from tests.ranks.distributed_e79 import check_scan, scanned
 from tests.ranks.distributed_selection import attended, check_ranges
-from tests.ranks.distributed_tools import (
-    check,
-    counted_bytes,
-    leaf,
-    me,
-    message,
-    ranks,
-    shares,
-)
+from tests.ranks.distributed_tools import check, counted_bytes, leaf, me, message, ranks, shares
 
 
 @check
 def groups_and_meshes() -> None:
     """A group of ranks with gaps, whose numbers are not the default group's; then a mesh of all."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     some = dist.new_group([0, 2])
     if dist.get_rank() in (0, 2):
         tools.GROUP = some
         try:
             check_ranges(torch.float32, "gather", ["odd"])
             check_ranges(torch.float32, "ring", ["odd"])
-            from tests.oracles import e79 as helpers_e79
-
             check_scan(helpers_e79.make_inputs(6, 2, dtype=torch.float32), shares(6), 2)
         finally:
             tools.GROUP = None
@@ -50,16 +43,11 @@ def groups_and_meshes() -> None:
 
 
 def _scan_of(group: Any) -> Tensor:
-    from mhc_inductor.distributed import e79_scan
-
-    return e79_scan(torch.ones(2, 1, 4), group=group)[0]
+    return mi.distributed.e79_scan(torch.ones(2, 1, 4), group=group)[0]
 
 
 @check
 def bytes_are_those_of_the_docstrings() -> None:
-    from tests.oracles import e79 as helpers_e79
-    from tests.oracles import selection as helpers
-
     made = helpers.make_inputs("odd", torch.bfloat16, S=12, S_kv=24, Dk=16, Dv=8)
     up, others = helpers.upstream(made), ranks() - 1
     part = 2 * 2 * 24 // ranks() * (16 + 8) * 2
@@ -84,16 +72,12 @@ def bytes_are_those_of_the_docstrings() -> None:
 @check
 def under_torch_compile() -> None:
     """The function breaks the graph: what is around it is compiled, and the gradients are right."""
-    from torch._dynamo.testing import CompileCounter
-
-    from mhc_inductor.distributed import e79_scan, selection_attention
-    from tests.oracles import selection as helpers
-
+    attention, scan = mi.distributed.selection_attention, mi.distributed.e79_scan
     made = helpers.make_inputs("odd", torch.float32)
     s, t = shares(7)[me()], shares(12)[me()]
 
     def program(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
-        return torch.sin(selection_attention(q * 2, k, v, ranges, method="ring").float()) + 1
+        return torch.sin(attention(q * 2, k, v, ranges, method="ring").float()) + 1
 
     def run(fn: Any) -> list[Tensor]:
         inputs = [
@@ -109,7 +93,7 @@ def under_torch_compile() -> None:
     got, want = run(torch.compile(program, backend=counter)), run(program)
     assert counter.frame_count == 2, counter.frame_count
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    for fn in (program, lambda x, *_: e79_scan(x.flatten(2)[..., :4])[0]):
+    for fn in (program, lambda x, *_: scan(x.flatten(2)[..., :4])[0]):
         torch._dynamo.reset()
         text = message(lambda fn=fn: run(torch.compile(fn, backend="eager", fullgraph=True)))
         assert text.startswith("Unsupported:"), text

@@ -9,26 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mhc_inductor as mi
+from tests.oracles import e79 as helpers
+from tests.oracles.mhc import relative, rounding
 from tests.ranks import distributed_tools as tools
-from tests.ranks.distributed_tools import (
-    check,
-    everywhere,
-    here,
-    joined,
-    leaf,
-    me,
-    ranks,
-    shares,
-    total,
-)
+from tests.ranks.distributed_tools import check, everywhere, here, joined, leaf, me, ranks, shares, total
 
 
 def _pieces(
     made: Mapping[str, Any], ups: Sequence[Mapping[str, Tensor]], cut: Sequence[slice], dtype: torch.dtype
 ) -> Any:
     """Returns each piece's out, S and M in one process, and the gradients of all inputs; one loop after the other."""
-    from tests.oracles import e79 as helpers
-
     inputs = {n: None if t is None else t.detach().to(dtype).requires_grad_() for n, t in made.items()}
     states = {n: inputs[n] for n in ("S0", "M0")}
     pieces, total = [], torch.zeros((), dtype=dtype)
@@ -49,15 +40,12 @@ def scanned(
     made: Mapping[str, Any], names: Sequence[str], cut: Sequence[slice], chunks: int | None, replicated: bool
 ) -> tuple[Any, Any, Any]:
     """Runs the function on this rank's steps; returns the pieces of all ranks, the gradients, and the ups."""
-    from mhc_inductor.distributed import e79_scan
-    from tests.oracles import e79 as helpers
-
     ups = [helpers.upstream({**made, "kvqm": made["kvqm"][at]}, names, seed=i) for i, at in enumerate(cut)]
     at = cut[me()]
     biases = [leaf(made[n], (at,) if made[n] is not None and made[n].dim() == 3 else ()) for n in ("b_s", "b_m")]
     states = [leaf(made[n]) if replicated or me() == 0 else None for n in ("S0", "M0")]
     inputs = [leaf(made["kvqm"], (at,)), *biases, *states]
-    out, S, M = e79_scan(*inputs, group=tools.GROUP, chunks=chunks)
+    out, S, M = mi.distributed.e79_scan(*inputs, group=tools.GROUP, chunks=chunks)
     torch.autograd.backward([{"out": out, "S": S, "M": M}[n] for n in names], [here(ups[me()][n]) for n in names])
     pieces = everywhere({"out": out.detach(), "S": S.detach(), "M": M.detach()})
     grads = {"dkvqm": joined(inputs[0].grad, 0)}
@@ -90,8 +78,6 @@ def _compare(
     ups: Sequence[Mapping[str, Tensor]],
     cut: Sequence[slice],
 ) -> None:
-    from tests.oracles.mhc import relative, rounding
-
     want, plain = (_pieces(made, ups, cut, dtype) for dtype in (torch.float64, torch.float32))
     rows = [(f"{n} of rank {i}", t, want[0][i][n], plain[0][i][n]) for i, p in enumerate(pieces) for n, t in p.items()]
     assert grads.keys() == want[1].keys()
@@ -105,8 +91,6 @@ def _compare(
 
 @check
 def scans() -> None:
-    from tests.oracles import e79 as helpers
-
     for bias, chunks in (("none", 1), ("fixed", 2), ("input", 4), (("fixed", "input"), None)):
         check_scan(helpers.make_inputs(9, 4, dtype=torch.float32, bias=bias), shares(9), chunks)
     made = helpers.make_inputs(9, 5, dtype=torch.float32, bias="fixed")
@@ -121,13 +105,12 @@ def scans() -> None:
 
 @check
 def scans_in_fp64_and_without_gradients() -> None:
-    from mhc_inductor.distributed import e79_scan
-    from tests.oracles import e79 as helpers
-
     made = helpers.make_inputs(9, 4, bias="fixed")
     at = shares(9)[me()]
     with torch.no_grad():
-        out, S, _ = e79_scan(made["kvqm"][at], *(made[n] for n in helpers.NAMES[1:]), group=tools.GROUP, chunks=4)
+        out, S, _ = mi.distributed.e79_scan(
+            made["kvqm"][at], *(made[n] for n in helpers.NAMES[1:]), group=tools.GROUP, chunks=4
+        )
     outs, states = joined(out, 0), everywhere(S)
     want = helpers.oracle(made)
     assert not out.requires_grad
@@ -135,7 +118,7 @@ def scans_in_fp64_and_without_gradients() -> None:
     frozen = {n: made[n] for n in helpers.NAMES[:3]}
     S0 = leaf(made["S0"])  # only the first rank's initial state needs a gradient: all ranks take part
     frozen["kvqm"] = frozen["kvqm"][at]
-    out, _, _ = e79_scan(**frozen, S0=S0 if me() == 0 else None, group=tools.GROUP)
+    out, _, _ = mi.distributed.e79_scan(**frozen, S0=S0 if me() == 0 else None, group=tools.GROUP)
     assert out.requires_grad
     out.backward(torch.ones_like(out))
     up = {"out": torch.ones(9, 4, 5, dtype=torch.float64)}

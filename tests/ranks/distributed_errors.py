@@ -4,28 +4,22 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import mhc_inductor as mi
+from tests.oracles import selection as helpers
 from tests.ranks.distributed_selection import attended
-from tests.ranks.distributed_tools import (
-    check,
-    everywhere,
-    me,
-    message,
-    ranks,
-    shares,
-)
+from tests.ranks.distributed_tools import check, everywhere, me, message, ranks, shares
 
 
 def _bad_calls() -> dict[str, tuple[Callable[..., Any], str]]:
     """Returns calls that are wrong on the last rank only, and what every rank must say."""
-    import mhc_inductor.distributed as cp
-
-    last, n = me() == ranks() - 1, ranks() - 1
+    cp, last, n = mi.distributed, me() == ranks() - 1, ranks() - 1
     q, k = torch.ones(1, 2, 1, 1, 4), torch.ones(1, 1, 3, 4)
     ranges = torch.zeros(1, 2, 1, 1, 2, dtype=torch.int32)
     x, w = torch.ones(2, 2, 8), torch.ones(1, 2, 1)
@@ -109,11 +103,10 @@ def errors_on_every_rank() -> None:
 
 @check
 def a_rank_does_not_answer() -> None:
-    from mhc_inductor.distributed import e79_scan
-
     short = dist.new_group(timeout=datetime.timedelta(seconds=5))
-    e79_scan(torch.ones(1, 1, 4), group=short)  # connects the ranks
-    texts = everywhere("" if me() == ranks() - 1 else message(lambda: e79_scan(torch.ones(1, 1, 4), group=short)))
+    call = functools.partial(mi.distributed.e79_scan, torch.ones(1, 1, 4), group=short)
+    call()  # connects the ranks
+    texts = everywhere("" if me() == ranks() - 1 else message(call))
     assert all("RuntimeError" in text and "imed out" in text for text in texts[:-1]), texts
 
 
@@ -122,8 +115,6 @@ def a_rank_dies() -> None:
     """The others get an error, not a hang. The last check: the group is gone."""
     if me() == ranks() - 1:
         return  # run_rank ends the process
-    from tests.oracles import selection as helpers
-
     made = helpers.make_inputs("odd", torch.float32)
     text = message(lambda: attended(made, None, "ring", shares(7), shares(12)))
     assert ": selection_attention: a message between the ranks of the group failed: " in text, text

@@ -6,28 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
+import mhc_inductor as mi
+from tests.oracles import index as helpers
+from tests.oracles.mhc import relative
+from tests.oracles.selection import error
 from tests.ranks import distributed_tools as tools
-from tests.ranks.distributed_tools import (
-    check,
-    here,
-    joined,
-    leaf,
-    me,
-    shares,
-    total,
-    uneven,
-)
+from tests.ranks.distributed_tools import check, here, joined, leaf, me, shares, total, uneven
 
 
 @check
 def index_of_all_keys() -> None:
-    from mhc_inductor import index_scores as local_scores
-    from mhc_inductor import index_topk as local_topk
-    from mhc_inductor.distributed import index_scores, index_topk
-    from tests.oracles import index as helpers
-
     g = torch.Generator().manual_seed(3)
     q, k, w = (torch.randn(size, generator=g) for size in ((2, 10, 3, 8), (2, 14, 8), (2, 10, 3)))
     limit = torch.randint(0, 15, (2, 10), generator=g)
@@ -38,38 +27,30 @@ def index_of_all_keys() -> None:
     mine = [leaf(q, (tools.ALL, s)), leaf(k, (tools.ALL, t)), leaf(w, (tools.ALL, s))]
     own = {"limit": limit[:, s], "mask": mask[:, s], "segments_q": ids[0][:, s], "segments_k": ids[1][:, t]}
     own = {name: here(tensor) for name, tensor in own.items()}
-    scores = index_scores(*mine, scale=0.5, group=tools.GROUP, **own)
+    scores = mi.distributed.index_scores(*mine, scale=0.5, group=tools.GROUP, **own)
     scores.backward(here(up[:, s]))
-    chosen = joined(index_topk(*mine, 5, scale=0.5, group=tools.GROUP, **own), 1)
+    chosen = joined(mi.distributed.index_topk(*mine, 5, scale=0.5, group=tools.GROUP, **own), 1)
     got = [joined(scores, 1), joined(mine[0].grad, 1), joined(mine[1].grad, 1), joined(mine[2].grad, 1)]
     wide = [t.double().requires_grad_() for t in (q, k, w)]
     there = {"limit": limit, "mask": mask, "segments_q": ids[0], "segments_k": ids[1]}
-    exact = local_scores(*wide, scale=0.5, **there)
+    exact = mi.index_scores(*wide, scale=0.5, **there)
     exact.backward(up.double())
     hidden = ~helpers.seen(q, k, (limit, mask, *ids))
     assert torch.equal(got[0] == -torch.inf, hidden)
     want = [exact.detach(), *(t.grad for t in wide)]
     for a, b in zip(got, want, strict=True):
-        assert helpers_error(a, b) < 1e-6
+        assert error(a, b) < 1e-6
     there = {name: here(tensor) for name, tensor in there.items()}
-    assert torch.equal(chosen, local_topk(*map(here, (q, k, w)), 5, scale=0.5, **there).cpu())
-
-
-def helpers_error(got: Tensor, want: Tensor) -> float:
-    from tests.oracles import selection as helpers_selection
-
-    return helpers_selection.error(got, want)
+    assert torch.equal(chosen, mi.index_topk(*map(here, (q, k, w)), 5, scale=0.5, **there).cpu())
 
 
 @check
 def mhc_needs_no_messages() -> None:
     """A hyper-connection on token shards: equal outputs, and gradients that sum to those of all tokens."""
-    from mhc_inductor.nn import HyperConnection
-    from tests.oracles.mhc import relative
 
     def built() -> Any:
         torch.manual_seed(0)
-        site = HyperConnection(dim=16, n=4, sublayer=torch.nn.Linear(16, 16), gamma=True)
+        site = mi.nn.HyperConnection(dim=16, n=4, sublayer=torch.nn.Linear(16, 16), gamma=True)
         torch.nn.init.normal_(site.phi, std=0.1)
         return site.double()
 

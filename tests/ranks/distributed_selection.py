@@ -11,19 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mhc_inductor as mi
+from tests.oracles import lists as helpers_lists
+from tests.oracles import selection as helpers
+from tests.oracles.mhc import rounding
 from tests.ranks import distributed_tools as tools
-from tests.ranks.distributed_tools import (
-    check,
-    here,
-    joined,
-    leaf,
-    me,
-    message,
-    ranks,
-    shares,
-    total,
-    uneven,
-)
+from tests.ranks.distributed_tools import check, here, joined, leaf, me, message, ranks, shares, total, uneven
 
 
 def attended(
@@ -36,8 +29,6 @@ def attended(
     **options: Any,
 ) -> dict[str, Tensor]:
     """Runs the function on this rank's shares; returns the joined results, named as the oracles name them."""
-    from mhc_inductor.distributed import selection_attention
-
     s, t = queries[me()], keys[me()]
     grad = up is not None
     q, k = leaf(made["q"], (tools.ALL, s), grad), leaf(made["k"], (tools.ALL, tools.ALL, t), grad)
@@ -45,19 +36,8 @@ def attended(
     sink = leaf(made["sink"], grad=grad)
     ids = [None if made.get(n) is None else here(made[n][:, at]) for n, at in (("segments_q", s), ("segments_k", t))]
     chosen = {"indices" if listed else "ranges": here(made["indices" if listed else "ranges"][:, s])}
-    o, lse = selection_attention(
-        q,
-        k,
-        v,
-        **chosen,
-        sink=sink,
-        segments_q=ids[0],
-        segments_k=ids[1],
-        return_lse=True,
-        method=method,
-        group=tools.GROUP,
-        **options,
-    )
+    options |= {"sink": sink, "segments_q": ids[0], "segments_k": ids[1], "method": method, "group": tools.GROUP}
+    o, lse = mi.distributed.selection_attention(q, k, v, **chosen, **options, return_lse=True)
     results = {"o": joined(o, 1), "lse": joined(lse, 1)}
     if up is None:
         return results
@@ -86,8 +66,6 @@ def _cases() -> dict[str, dict[str, Any]]:
 def check_ranges(
     dtype: torch.dtype, method: str, cases: Sequence[str], cut: Callable[[int], list[slice]] = shares
 ) -> None:
-    from tests.oracles import selection as helpers
-
     for name in cases:
         made = helpers.make_inputs(**_cases()[name], dtype=dtype)
         up = helpers.upstream(made)
@@ -124,9 +102,6 @@ def uneven_parts() -> None:
 @check
 def bf16() -> None:
     """At most twice the error of the op in one process in the same dtype, plus the rounding of the partial results."""
-    from tests.oracles import selection as helpers
-    from tests.oracles.mhc import rounding
-
     for case, method in itertools.product(("odd", "documents"), ("gather", "ring")):
         made = helpers.make_inputs(**_cases()[case], dtype=torch.bfloat16)
         up = helpers.upstream(made)
@@ -143,8 +118,6 @@ def bf16() -> None:
 
 @check
 def fp64_is_exact() -> None:
-    from tests.oracles import selection as helpers
-
     made = helpers.make_inputs("odd", sink=True)
     for method, names in itertools.product(("gather", "ring"), (("o", "lse"), ("lse",), ("o",))):
         up = helpers.upstream(made, names)
@@ -157,8 +130,6 @@ def fp64_is_exact() -> None:
 
 @check
 def lists_of_positions() -> None:
-    from tests.oracles import lists as helpers
-
     cases = (
         {"kind": "odd", "sink": True, "S_kv": 11},
         {"kind": "empty", "shared": True, "Dv": 5, "S_kv": 11, "segments": True},
@@ -166,16 +137,14 @@ def lists_of_positions() -> None:
         {"kind": "random", "shared": True, "dtype": torch.bfloat16, "Dv": 5, "S_kv": 16},
     )
     for case, method in itertools.product(cases, ("gather", "ring")):
-        made = helpers.make_inputs(**{"dtype": torch.float32, **case})
-        up = helpers.upstream(made)
+        made = helpers_lists.make_inputs(**{"dtype": torch.float32, **case})
+        up = helpers_lists.upstream(made)
         got = attended(made, up, method, uneven(5), shares(made["k"].shape[2]), True, v_width=made["v_width"])
-        tools.on_first(functools.partial(helpers.check, got, made, up))
+        tools.on_first(functools.partial(helpers_lists.check, got, made, up))
 
 
 @check
 def keys_that_are_the_values_of_ranges() -> None:
-    from tests.oracles import selection as helpers
-
     made = helpers.make_inputs("odd", torch.float32, sink=True)
     apart = {**made, "v": made["k"][..., :5]}
     up = helpers.upstream(apart)
@@ -189,8 +158,6 @@ def keys_that_are_the_values_of_ranges() -> None:
 
 @check
 def nan_and_inf_reach_only_their_queries() -> None:
-    from tests.oracles import selection as helpers
-
     made = helpers.make_inputs("odd", torch.float32, sink=True, S=16, S_kv=30, size=4, r=2)
     made["v"][0, 0, 3, 1], made["v"][0, 0, 20, 1], made["v"][1, 1, 25, 0] = torch.inf, -torch.inf, torch.nan
     made["k"][1, 0, 7, 2] = torch.nan
@@ -211,8 +178,6 @@ def nan_and_inf_reach_only_their_queries() -> None:
 
 @check
 def two_runs_give_equal_bits() -> None:
-    from tests.oracles import selection as helpers
-
     made = helpers.make_inputs("odd", torch.float32, sink=True, S=20, S_kv=40)
     up = helpers.upstream(made)
     for method in ("gather", "ring"):
@@ -223,9 +188,6 @@ def two_runs_give_equal_bits() -> None:
 @check
 def gradients_that_only_some_ranks_need() -> None:
     """The messages of the backward need every rank, whichever inputs require a gradient there."""
-    from mhc_inductor.distributed import selection_attention
-    from tests.oracles import selection as helpers
-
     made = helpers.make_inputs("odd", torch.float32, sink=True)
     up = helpers.upstream(made, ("o",))
     want = helpers.oracle(made, up)
@@ -234,7 +196,7 @@ def gradients_that_only_some_ranks_need() -> None:
         q = leaf(made["q"], (tools.ALL, s), me() == 0)
         k = leaf(made["k"], (tools.ALL, tools.ALL, t), last)
         v, sink, ranges = (here(r) for r in (made["v"][:, :, t], made["sink"], made["ranges"][:, s]))
-        o = selection_attention(q, k, v, ranges, sink=sink, method=method, group=tools.GROUP)
+        o = mi.distributed.selection_attention(q, k, v, ranges, sink=sink, method=method, group=tools.GROUP)
         assert o.requires_grad or (method == "gather" and not last)
         if o.requires_grad:
             o.backward(here(up["o"][:, s]))
@@ -245,22 +207,19 @@ def gradients_that_only_some_ranks_need() -> None:
         if k.grad is not None:
             assert helpers.error(k.grad.cpu(), want["dk"][:, :, t]) < 2e-5
         with torch.no_grad():
-            frozen = selection_attention(q, k, v, ranges, sink=sink, method=method, group=tools.GROUP)
+            frozen = mi.distributed.selection_attention(q, k, v, ranges, sink=sink, method=method, group=tools.GROUP)
         assert not frozen.requires_grad and torch.equal(frozen, o)
 
 
 @check
 def double_backward_raises() -> None:
-    from mhc_inductor.distributed import e79_scan, selection_attention
-    from tests.oracles import selection as helpers
-
     made, texts = helpers.make_inputs("odd", torch.float32), []
     for method in ("gather", "ring"):
         q, k, v = (leaf(made[n], at) for n, at in (("q", (tools.ALL, shares(7)[me()])), ("k", ()), ("v", ())))
-        o = selection_attention(q, k, v, made["ranges"][:, shares(7)[me()]], method=method)
+        o = mi.distributed.selection_attention(q, k, v, made["ranges"][:, shares(7)[me()]], method=method)
         grads = torch.autograd.grad(o.sum(), (q, k), create_graph=True)
         texts += [message(lambda t=t, q=q: (t + q.sum()).sum().backward(retain_graph=True)) for t in grads]
     kvqm = torch.ones(2, 1, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(e79_scan(kvqm)[0].sum(), kvqm, create_graph=True)
+    (grad,) = torch.autograd.grad(mi.distributed.e79_scan(kvqm)[0].sum(), kvqm, create_graph=True)
     texts.append(message(grad.sum().backward))
     assert all("double backward is not supported" in text for text in texts), texts
