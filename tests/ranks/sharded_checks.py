@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import init_device_mesh
 
 from tests.ranks import sharded_formulas, sharded_meshes, sharded_models, sharded_ops, sharded_training
 
@@ -50,16 +52,10 @@ CHECKS = {check.__name__: check for check in (*ONE, *TWO)} | sharded_models.CHEC
 
 
 def _rank(rank: int, shape: tuple[int, ...], path: str, names: Sequence[str], results: Any) -> None:
-    import torch.distributed as dist
-
-    import mhc_inductor  # noqa: F401  (before DTensor is imported: the ops become known to it later)
-
     torch.set_num_threads(1)
     world = torch.Size(shape).numel()
     store = dist.FileStore(path, world)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=TIMEOUT)
-    from torch.distributed.tensor import init_device_mesh
-
     mesh = init_device_mesh("cpu", shape)
     for name in names:
         results.put((rank, name, _told(CHECKS[name], mesh)))

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils.checkpoint import checkpoint
 
+import mhc_inductor as mi
+from tests.formulas.laws import attention, block, e79, e79_leaves, mhc_leaves, sdpa, selection_leaves
 from tests.ranks.sharded_tools import compiled as _compiled
 from tests.ranks.sharded_tools import error, trained
 
 
 def formulas_on_dtensors_are_routed(mesh: Any) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.utils.checkpoint import checkpoint
-
-    from tests.formulas.laws import block, mhc_leaves
-
     names = list(mhc_leaves())
 
     def layer(*tensors: Tensor) -> Tensor:
@@ -39,10 +39,6 @@ def formulas_on_dtensors_are_routed(mesh: Any) -> None:
 
 def other_placements_of_results_stay_the_formulas(mesh: Any) -> None:
     """Streams sharded along n: the op would gather them, the formula's results are partial sums, so it is kept."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from tests.formulas.laws import block, mhc_leaves
-
     leaves = mhc_leaves()
     given = {k: distribute_tensor(t, mesh, [Shard(1) if k == "x" else Replicate()]) for k, t in leaves.items()}
     compiled, seen = _compiled(lambda p: block(p["x"], p))
@@ -55,10 +51,6 @@ def other_placements_of_results_stay_the_formulas(mesh: Any) -> None:
 
 def local_tensors_in_a_formula_are_followed(mesh: Any) -> None:
     """A look at, then a write to, the local tensor of the streams in the middle of a formula that reads them later."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from tests.formulas.laws import block, mhc_leaves
-
     whole = {k: distribute_tensor(t, mesh, [Replicate()]) for k, t in mhc_leaves().items()}
 
     def model(x: Tensor, write: bool) -> tuple[Tensor, Tensor]:
@@ -82,11 +74,6 @@ def local_tensors_in_a_formula_are_followed(mesh: Any) -> None:
 
 
 def explain_verifies_formulas_on_dtensors(mesh: Any) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    import mhc_inductor as mi
-    from tests.formulas.laws import block, mhc_leaves
-
     given = {k: distribute_tensor(t, mesh, [Shard(0) if k == "x" else Replicate()]) for k, t in mhc_leaves().items()}
     report = mi.explain(lambda p: block(p["x"], p), given, verify=True)
     assert [(r.op, r.error is not None and r.error < 1e-9) for r in report.routed] == [
@@ -96,10 +83,6 @@ def explain_verifies_formulas_on_dtensors(mesh: Any) -> None:
 
 
 def a_recurrence_on_dtensors_is_routed(mesh: Any) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from tests.formulas.laws import e79, e79_leaves
-
     names = list(e79_leaves())
 
     def scan(*tensors: Tensor) -> Any:
@@ -119,11 +102,6 @@ def attention_on_dtensors_is_routed(mesh: Any) -> None:
 
     Lists by heads stay the formula: torch cannot gather by indices that a flattened inner dimension shards.
     """
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.experimental import implicit_replication
-
-    from tests.formulas.laws import attention, sdpa, selection_leaves
-
     leaves = selection_leaves()
     ranges = leaves.pop("ranges")
     g = torch.Generator().manual_seed(5)
@@ -158,8 +136,6 @@ def attention_on_dtensors_is_routed(mesh: Any) -> None:
 
 def an_indexer_on_dtensors_is_routed(mesh: Any) -> None:
     """The chosen keys as a mask, whose values do not depend on the order of the choice."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.experimental import implicit_replication
 
     def chosen(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
         """Returns 1 where a query [B, S, H, D] chooses a key [B, T, D] by its weighted scores, else 0: [B, S, T]."""
@@ -183,10 +159,6 @@ def an_indexer_on_dtensors_is_routed(mesh: Any) -> None:
 
 def local_tensors_and_redistribution_are_kept(mesh: Any) -> None:
     """Formulas between from_local, redistribute and to_local, and a write to the local tensor of their input."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    from tests.formulas.laws import block, mhc_leaves
-
     leaves = mhc_leaves(tokens=6)
     whole = {k: distribute_tensor(t, mesh, [Replicate()]) for k, t in leaves.items()}
 

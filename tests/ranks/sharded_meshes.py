@@ -6,16 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
+import mhc_inductor as mi
 from tests.ranks.sharded_tools import error, mhc_inputs, mhc_layer, same
 
 
 def whole_mesh_of_two_dimensions(mesh: Any) -> None:
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
-    import mhc_inductor as mi
-
     whole = [Replicate(), Replicate()]
     # The first op that this process calls is called in inference mode, which skips autograd.
     args = mhc_inputs((4, 5))
@@ -42,17 +41,12 @@ def whole_mesh_of_two_dimensions(mesh: Any) -> None:
 
 def whole_empty_shards(mesh: Any) -> None:
     """Five tokens on four ranks: the last one has none."""
-    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
-
     flat = init_device_mesh("cpu", (mesh.size(),))
     same(mhc_layer, mhc_inputs((1, 5)), [[Shard(1)], *[[Replicate()]] * 4], flat)
 
 
 def whole_a_dead_rank_ends_in_an_error(mesh: Any) -> None:
     """The last check of its process group: one rank ends; the others get an error where they need it."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-
     flat = init_device_mesh("cpu", (mesh.size(),))
     args = mhc_inputs((1, 8))
     parts = [distribute_tensor(t, flat, [Shard(3) if i == 0 else Replicate()]) for i, t in enumerate(args)]

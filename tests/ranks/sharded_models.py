@@ -11,8 +11,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
+from mhc_inductor.nn import HyperHead
+from tests.formulas.engine_models import DEPTH, KINDS, STREAMS, WIDTH, gradients, linear
+from tests.formulas.laws import Compiled
 from tests.ranks.sharded_tools import compiled as _compiled
 from tests.ranks.sharded_tools import error
 
@@ -26,8 +32,6 @@ def _agree(got: Any, want: Any, case: object = None) -> None:
 
 def _stepped(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Returns the parameters after one step of SGD on the mean over the ranks' batches."""
-    from torch.distributed.tensor import DTensor
-
     step = torch.optim.SGD(model.parameters(), 0.1)
     model(x).square().mean().backward()
     step.step()
@@ -42,8 +46,6 @@ class _Stages(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        from tests.formulas.engine_models import KINDS, WIDTH, linear
-
         layers = KINDS[kind].layers()
         self.stages = nn.Sequential(
             *(nn.Sequential(layer, linear(WIDTH, self.WIDE), linear(self.WIDE, WIDTH)) for layer in layers)
@@ -54,11 +56,6 @@ class _Stages(nn.Module):
 
 
 def ddp_buckets_are_routed(mesh: Any, kind: str) -> None:
-    import torch.distributed as dist
-
-    from tests.formulas.engine_models import DEPTH, KINDS, WIDTH, gradients
-    from tests.formulas.laws import Compiled
-
     made, cap, seen = KINDS[kind], 8 * WIDTH * _Stages.WIDE, Compiled()
     model, plain, x = _Stages(kind), _Stages(kind), made.x(mesh.get_rank())
     torch._dynamo.reset()
@@ -78,9 +75,6 @@ def ddp_buckets_are_routed(mesh: Any, kind: str) -> None:
 def fsdp2_layers_are_routed(mesh: Any, kind: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    from tests.formulas.engine_models import KINDS
-    from tests.formulas.laws import Compiled
-
     made, seen = KINDS[kind], Compiled()
     x, model = made.x(batch=2 * mesh.size()), made.model()
     want = _stepped(made.model(), x)
@@ -96,11 +90,6 @@ def fsdp2_layers_are_routed(mesh: Any, kind: str) -> None:
 
 def dtensor_models_are_routed(mesh: Any, kind: str) -> None:
     """All parameters as DTensors, the input sharded along the batch, or along the sequence with weights in columns."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.experimental import implicit_replication
-
-    from tests.formulas.engine_models import KINDS
-
     if torch.__version__ < "2.13":  # Dynamo of torch 2.11 cannot trace F.linear of these, whatever the backend
         return
     made = KINDS[kind]
@@ -126,9 +115,6 @@ class _Headed(nn.Module):
 
     def __init__(self, kind: str, written: bool) -> None:
         super().__init__()
-        from mhc_inductor.nn import HyperHead
-        from tests.formulas.engine_models import KINDS, STREAMS, WIDTH
-
         self.blocks = KINDS[kind].model(written)
         torch.manual_seed(9)
         self.head = (HyperHead(WIDTH, STREAMS) if kind == "mHC" else nn.LayerNorm(WIDTH)).double()
@@ -139,10 +125,7 @@ class _Headed(nn.Module):
 
 def _plan(kind: str, sequence: bool) -> dict[str, Any]:
     """Returns the plan: sublayers by columns and rows; with ``sequence``, all else sharded along the sequence."""
-    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
-
-    from tests.formulas.engine_models import DEPTH, KINDS
 
     made = KINDS[kind]
     plan: dict[str, Any] = {"head": SequenceParallel(sequence_dim=1, use_local_output=True)} if sequence else {}
@@ -158,11 +141,7 @@ def _plan(kind: str, sequence: bool) -> dict[str, Any]:
 
 def _planned(mesh: Any, kind: str, written: bool, sequence: bool, compiled: bool) -> Any:
     """Compares loss and gradients of a model under a plan with the model's on one rank; returns what was routed."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
-
-    from tests.formulas.engine_models import KINDS, gradients
 
     case, x = (kind, written, sequence, compiled), KINDS[kind].x()
     one, model = _Headed(kind, written), parallelize_module(_Headed(kind, written), mesh, _plan(kind, sequence))
@@ -187,8 +166,6 @@ def _planned(mesh: Any, kind: str, written: bool, sequence: bool, compiled: bool
 
 
 def tensor_and_sequence_parallel_plans_are_routed(mesh: Any, kind: str) -> None:
-    from tests.formulas.engine_models import KINDS
-
     for sequence in (False, True):
         seen = _planned(mesh, kind, written=True, sequence=sequence, compiled=True)
         expected = KINDS[kind].expected()
@@ -205,9 +182,6 @@ def plans_over_the_packages_functions(mesh: Any, kind: str) -> None:
 def pipeline_stages_are_routed(mesh: Any, kind: str) -> None:
     """Each rank compiles one layer; micro-batches go through both. The losses are those of the whole model."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    from tests.formulas.engine_models import KINDS, gradients
-    from tests.formulas.laws import Compiled
 
     made = KINDS[kind]
     x, target = (made.x(seed) for seed in (8, 9))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from mhc_inductor.ops import sharding
 from tests.ranks.sharded_tools import close, error, mhc_inputs, outputs, placed, spread
@@ -67,10 +69,7 @@ SPLITS: dict[str, dict[str, dict[str, int]]] = {
         },
         "heads": {**dict.fromkeys(("q", "o", "out", "lse"), 3), "sink": 1},
     },
-    "index": {
-        "batch": dict.fromkeys((*_INDEX, "k", "segments_k", "attention_k"), 0),
-        "queries": _INDEX,
-    },
+    "index": {"batch": dict.fromkeys((*_INDEX, "k", "segments_k", "attention_k"), 0), "queries": _INDEX},
 }
 
 
@@ -128,8 +127,6 @@ def sharded_sample(op: str, case: str, args: Sequence[Any], mesh: Any) -> dict[s
 
 def _sharded(op: str, case: str, given: dict[str, Any], dims: dict[str, int], mesh: Any) -> list[Tensor]:
     """Returns the whole results of an op on sharded arguments; checks what it communicates, and the local results."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
     call = getattr(torch.ops.mhc_inductor, op).default
     # Boundaries of packed sequences, and the blocks that a query sees, count positions of the whole tensor.
     packed = given.get("cu_seqlens_q") is not None and case.endswith(" queries")
@@ -156,8 +153,6 @@ def other_placements_are_redistributed(mesh: Any) -> None:
 
 def redistributed_sample(op: str, case: str, args: Sequence[Any], mesh: Any) -> None:
     """Checks a sample whose first tensor is sharded at each of its dimensions, or partial."""
-    from torch.distributed.tensor import DTensor, Partial
-
     args = placed(args, mesh)
     call = getattr(torch.ops.mhc_inductor, op).default
     given, plain = named(op, args), outputs(call(*args))
@@ -172,7 +167,6 @@ def redistributed_sample(op: str, case: str, args: Sequence[Any], mesh: Any) -> 
 
 def absent_arguments_are_told_apart(mesh: Any) -> None:
     """Calls that differ only in which argument is None, one after the other: torch caches decisions."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor._op_schema import OpSchema
 
     ops = torch.ops.mhc_inductor

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import mhc_inductor as mi
+from tests.formulas.laws import Compiled
 
 # Sums over tokens in another order; fp16 and bf16 gradients of parameters are rounded once per rank.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -45,15 +49,12 @@ def mhc_inputs(tokens: Sequence[int] = (3, 5), dtype: torch.dtype = torch.float6
 
 
 def mhc_layer(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor) -> Tensor:
-    import mhc_inductor as mi
-
     h_in, h_post, h_res = mi.mhc_pre(x, phi, alpha, bias, gamma, sinkhorn_iters=2)
     return mi.mhc_post(x, torch.tanh(h_in), h_post, h_res, transpose_res=True)
 
 
 def trained(fn: Callable[..., Any], args: Sequence[Tensor]) -> list[Tensor]:
     """Returns the outputs and the gradients of all floating-point arguments, as whole tensors."""
-    from torch.distributed.tensor import DTensor
 
     def whole(t: Tensor) -> Tensor:
         return t.full_tensor() if isinstance(t, DTensor) else t
@@ -67,8 +68,6 @@ def trained(fn: Callable[..., Any], args: Sequence[Tensor]) -> list[Tensor]:
 
 
 def same(fn: Callable[..., Any], args: Sequence[Tensor], placements: Sequence[Any], mesh: Any) -> None:
-    from torch.distributed.tensor import distribute_tensor
-
     args = placed(args, mesh)
     want = trained(fn, args)
     got = trained(fn, [distribute_tensor(t, mesh, p) for t, p in zip(args, placements, strict=True)])
@@ -77,8 +76,6 @@ def same(fn: Callable[..., Any], args: Sequence[Tensor], placements: Sequence[An
 
 
 def spread(given: dict[str, Any], dims: dict[str, int], mesh: Any) -> list[Any]:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     return [
         distribute_tensor(t, mesh, [Shard(dims[k]) if k in dims else Replicate()]) if isinstance(t, Tensor) else t
         for k, t in given.items()
@@ -86,8 +83,6 @@ def spread(given: dict[str, Any], dims: dict[str, int], mesh: Any) -> list[Any]:
 
 
 def compiled(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-    from tests.formulas.laws import Compiled
-
     torch._dynamo.reset()
     seen = Compiled()
     return torch.compile(fn, backend=seen.backend), seen

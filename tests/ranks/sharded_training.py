@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import mhc_inductor as mi
 from tests.ranks.sharded_tools import mhc_inputs, mhc_layer, same
 
 
 def mhc_trains(mesh: Any, dtype: torch.dtype = torch.float64) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
     args = mhc_inputs(dtype=dtype)
     for placement in (Shard(0), Shard(1), Shard(-2), Shard(-1), Replicate()):
         same(mhc_layer, args, [[placement], *[[Replicate()]] * 4], mesh)
@@ -22,10 +22,6 @@ def mhc_trains(mesh: Any, dtype: torch.dtype = torch.float64) -> None:
 
 
 def e79_trains(mesh: Any, dtype: torch.dtype = torch.float64) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
-    import mhc_inductor as mi
-
     g = torch.Generator().manual_seed(4)
     args = [
         torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in ((5, 3, 16), (4,), (3, 4, 4), (3, 4, 4))
@@ -40,10 +36,6 @@ def e79_trains(mesh: Any, dtype: torch.dtype = torch.float64) -> None:
 
 
 def selection_trains(mesh: Any, dtype: torch.dtype = torch.float64) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
-    import mhc_inductor as mi
-
     g = torch.Generator().manual_seed(5)
     shapes = ((2, 5, 3, 2, 8), (2, 3, 7, 8), (2, 3, 7, 6), (3, 2))
     q, k, v, sink = (torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes)
@@ -69,15 +61,11 @@ def selection_trains(mesh: Any, dtype: torch.dtype = torch.float64) -> None:
 
 
 def fewer_tokens_than_ranks_are_gathered(mesh: Any) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
     same(mhc_layer, mhc_inputs((1, 1)), [[Shard(1)], *[[Replicate()]] * 4], mesh)
     same(mhc_layer, mhc_inputs((0, 2)), [[Shard(0)], *[[Replicate()]] * 4], mesh)
 
 
 def _refused(*args: Tensor) -> str:
-    import mhc_inductor as mi
-
     try:
         mi.mhc_pre(*args)
     except (RuntimeError, ValueError) as error:
@@ -86,10 +74,6 @@ def _refused(*args: Tensor) -> str:
 
 
 def wrong_calls_raise_on_every_rank(mesh: Any) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    import mhc_inductor as mi
-
     x, phi, alpha, bias, gamma = mhc_inputs()
     whole = [distribute_tensor(t, mesh, [Replicate()]) for t in (phi, alpha, bias, gamma)]
     split = distribute_tensor(x, mesh, [Shard(0)])
