@@ -437,26 +437,22 @@ def test_kernels_are_those_of_the_plan(op):
         def launch(self, kernel, *_):
             self.names.append(kernel.fn.__name__)
 
-    given = {
-        "x": torch.empty(300, N, 128, dtype=torch.bfloat16),
-        "f_out": torch.empty(300, 128, dtype=torch.bfloat16),
-        "h_post": torch.empty(300, N),
-        "h_pre": torch.empty(300, N),
-        "h_res": torch.empty(300, N, N),
-        "phi": torch.empty(N * N + 2 * N, N * 128),
-        "alpha": torch.empty(3),
-        "bias": torch.empty(N * N + 2 * N),
-        "gamma": None,
-        "transpose_res": True,
-        "norm_form": "inside",
-        "iters": 20,
-        "sinkhorn_iters": 20,
-        "form": "softmax",
-        "sinkhorn_form": "softmax",
+    m = N * N + 2 * N
+    sizes = {
+        "h_post": (300, N),
+        "h_pre": (300, N),
+        "h_res": (300, N, N),
+        "phi": (m, N * 128),
+        "alpha": (3,),
+        "bias": (m,),
     }
     if op.endswith("head"):
-        given |= {"phi": torch.empty(N, N * 128), "alpha": torch.empty(1), "bias": torch.empty(N)}
-    given = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        sizes |= {"phi": (N, N * 128), "alpha": (1,), "bias": (N,)}
+    given = {name: torch.empty(size, device="meta") for name, size in sizes.items()}
+    streams = {"x": (300, N, 128), "f_out": (300, 128)}
+    given |= {name: torch.empty(size, dtype=torch.bfloat16, device="meta") for name, size in streams.items()}
+    given |= {"gamma": None, "transpose_res": True, "norm_form": "inside", "iters": 20, "sinkhorn_iters": 20}
+    given |= dict.fromkeys(("form", "sinkhorn_form"), "softmax")
     schema = getattr(torch.ops.mhc_inductor, op).default._schema
     arguments = {a.name: given.get(a.name, 1e-6) for a in schema.arguments}
     builder = Recorder()
@@ -464,16 +460,9 @@ def test_kernels_are_those_of_the_plan(op):
     results = results if isinstance(results, tuple) else (results,)
     named = dict(zip([r.name for r in schema.returns], results, strict=True))
     backward = getattr(torch.ops.mhc_inductor, f"{op}_backward").default._schema
-    gradients = {
-        "g": "x",
-        "grad": "h_res",
-        "dx_out": "x",
-        "dh_in": "f_out",
-        "dnext_pre": "h_pre",
-        "dnext_post": "h_post",
-        "dnext_res": "h_res",
-    }
-    gradients |= {"dh_pre": "h_pre", "dh_post": "h_post", "dh_res": "h_res"}
+    gradients = {"g": "x", "grad": "h_res", "dx_out": "x", "dh_in": "f_out"}
+    for kind in ("pre", "post", "res"):
+        gradients |= {f"dh_{kind}": f"h_{kind}", f"dnext_{kind}": f"h_{kind}"}
     known = {**arguments, **named, **{k: given[v] for k, v in gradients.items()}, "dx_acc": None}
     eager.plan_of(f"{op}_backward")(builder, *[known[a.name] for a in backward.arguments])
     assert tuple(dict.fromkeys(builder.names)) == KERNELS[op]

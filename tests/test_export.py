@@ -338,33 +338,24 @@ def test_a_trace_names_the_way_out() -> None:
 
 
 P24 = randn(24, 128), torch.ones(3), torch.zeros(24)
+QK, AT = (randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64)), torch.tensor([1, 4]).expand(2, 6, 1, 2)
+STREAMS = randn(2, 3, 4, 32)
+attention = mhc_inductor.selection_attention
 TRACED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
-    "mhc_pre": (lambda x: mhc_inductor.mhc_pre(x, *P24, sinkhorn_iters=3), (randn(2, 3, 4, 32),), ""),
+    "mhc_pre": (lambda x: mhc_inductor.mhc_pre(x, *P24, sinkhorn_iters=3), (STREAMS,), ""),
     "mhc_post": (
         lambda *a: mhc_inductor.mhc_post(*a, transpose_res=True),
-        (randn(2, 3, 4, 32), randn(2, 3, 32), randn(2, 3, 4), randn(2, 3, 4, 4)),
+        (STREAMS, randn(2, 3, 32), randn(2, 3, 4), randn(2, 3, 4, 4)),
         "",
     ),
-    "selection_attention": (
-        lambda q, k, at: mhc_inductor.selection_attention(q, k, k, at),
-        (randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64), torch.tensor([1, 4]).expand(2, 6, 1, 2, 2)),
-        "",
-    ),
-    "selection_list_attention": (
-        lambda q, k, at: mhc_inductor.selection_attention(q, k, k, indices=at),
-        (randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64), torch.tensor([1, 4]).expand(2, 6, 1, 2)),
-        "",
-    ),
+    "selection_attention": (lambda q, k, at: attention(q, k, k, at), (*QK, AT[..., None, :].expand(2, 6, 1, 2, 2)), ""),
+    "selection_list_attention": (lambda q, k, at: attention(q, k, k, indices=at), (*QK, AT), ""),
     "selection_entry_attention": (
-        lambda q, k, at, bias: mhc_inductor.selection_attention(q, k, k, indices=at, bias=bias),
-        (randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64), torch.tensor([1, 4]).expand(2, 6, 1, 2), randn(2, 6, 1, 2)),
+        lambda q, k, at, bias: attention(q, k, k, indices=at, bias=bias),
+        (*QK, AT, randn(2, 6, 1, 2)),
         "",
     ),
-    "selection_mask_attention": (
-        lambda q, k, shown: mhc_inductor.selection_attention(q, k, k, mask=shown),
-        (randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64), randn(1, 6, 1, 9) < 0),
-        "",
-    ),
+    "selection_mask_attention": (lambda q, k, shown: attention(q, k, k, mask=shown), (*QK, randn(1, 6, 1, 9) < 0), ""),
     "e79_scan": (mhc_inductor.e79_scan, (randn(5, 2, 32),), "scan"),
     "index_topk": (
         lambda q, k: mhc_inductor.index_topk(q, k, q[..., 0], 3),

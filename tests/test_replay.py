@@ -96,8 +96,11 @@ def states(seed: int = 1, length: int = 9) -> Tensor:
 
 
 def step(model: nn.Module, call: Callable[..., Tensor], x: Tensor) -> list[Tensor]:
+    return with_gradients(model, call(x))
+
+
+def with_gradients(model: nn.Module, out: Tensor) -> list[Tensor]:
     """Returns the output, then the gradients: zero where there is none."""
-    out = call(x)
     grads = torch.autograd.grad(out.square().sum(), [*model.parameters()], allow_unused=True, materialize_grads=True)
     return [out.detach(), *grads]
 
@@ -249,12 +252,8 @@ def test_one_compile_replays_any_length(autograd_only):
             with replayed_indices(IndexStore(others(kept))), torch._dynamo.config.patch(error_on_recompile=n > 0):
                 got = call(states(length=length))
             same([got], [eagerly(model, others(kept))(states(length=length))])
-        with (
-            pytest.raises(
-                ValueError, match=r"entry 0 \(layers.0 .* must have shape .* = \[2, 12, 4\].*got \[2, 9, 4\]"
-            ),
-            replayed_indices(store),
-        ):
+        said = r"entry 0 \(layers.0 .* must have shape .* = \[2, 12, 4\].*got \[2, 9, 4\]"
+        with pytest.raises(ValueError, match=said), replayed_indices(store):
             call(states(length=12))
 
 
@@ -295,10 +294,8 @@ def test_a_mask_that_is_data_says_which_keys_are_hidden(fill, low, autograd_only
         shown = given.layers[0].read
         given.layers[0].read = lambda scores: shown(scores) & (scores > low)
     same([got], [given(states())])
-    with (
-        pytest.raises(ValueError, match=r"keys of 18 queries cannot be"),
-        replayed_indices(IndexStore([new[0] * 0 + 8])),
-    ):
+    last = IndexStore([new[0] * 0 + 8])
+    with pytest.raises(ValueError, match=r"keys of 18 queries cannot be"), replayed_indices(last):
         call(states(), mask)
 
 
@@ -348,13 +345,11 @@ def test_layers_compiled_one_by_one_recompute_with_their_own_keys(autograd_only)
     with recorded_indices() as store:
         out = model(states())
     assert len(store) == 3
-    grads = torch.autograd.grad(out.square().sum(), [*model.parameters()], allow_unused=True, materialize_grads=True)
-    same([out.detach(), *grads], step(plain, plain, states()))
+    same(with_gradients(model, out), step(plain, plain, states()))
     new = others(store)
     with replayed_indices(IndexStore(new)):
         out = model(states())
-    grads = torch.autograd.grad(out.square().sum(), [*model.parameters()], allow_unused=True, materialize_grads=True)
-    same([out.detach(), *grads], trained_with(plain, new))
+    same(with_gradients(model, out), trained_with(plain, new))
     with recorded_indices() as inside:  # the backward inside the context records nothing
         step(model, model, states())
     assert len(inside) == 3 and all(map(torch.equal, inside, store))
@@ -363,10 +358,8 @@ def test_layers_compiled_one_by_one_recompute_with_their_own_keys(autograd_only)
 def test_a_recomputation_that_could_take_other_keys_raises(autograd_only):
     for options in ({"use_reentrant": False}, {"use_reentrant": True}):
         model = by_layers(**options)
-        with (
-            pytest.raises(RuntimeError, match=r"checkpointed region.*context_fn=mhc_inductor.checkpointed_indices"),
-            recorded_indices(),
-        ):
+        said = r"checkpointed region.*context_fn=mhc_inductor.checkpointed_indices"
+        with pytest.raises(RuntimeError, match=said), recorded_indices():
             model(states().requires_grad_())
     model = by_layers(use_reentrant=False, context_fn=mhc_inductor.checkpointed_indices)
     with recorded_indices() as store:
@@ -425,11 +418,8 @@ def test_a_users_call_in_compiled_code_is_a_choice(autograd_only):
     with replayed_indices(IndexStore(new)):
         got = call(*given)
     assert torch.equal(got, torch.where(new[0] < 0, 99, new[0]).sort(-1).values.where(got >= 0, -1).int())
-    wrong = [torch.full_like(store[0], 4)]
-    with (
-        pytest.raises(ValueError, match=r"keys of 5 queries cannot be a choice of entry 0"),
-        replayed_indices(IndexStore(wrong)),
-    ):
+    wrong, said = IndexStore([torch.full_like(store[0], 4)]), r"keys of 5 queries cannot be a choice of entry 0"
+    with pytest.raises(ValueError, match=said), replayed_indices(wrong):
         call(*given)
 
 

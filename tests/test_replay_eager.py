@@ -272,42 +272,30 @@ def test_what_a_store_cannot_take():
     assert torch.equal(store[0], choose()), "nothing was written"
 
 
+def refused(error: type[Exception], message: str, context: Any, *topk: int) -> None:
+    """Checks that a context in which indexers choose so many keys, one after the other, raises."""
+    with pytest.raises(error, match=message), context:
+        for n in topk:
+            choose(topk=n)
+
+
 def test_contexts_say_what_does_not_fit():
-    store = IndexStore([choose()])
-    with pytest.raises(ValueError, match=r"the store is empty"), replayed_indices(IndexStore()):
-        pass
+    store, two = IndexStore([choose()]), IndexStore([choose(), choose()])
+    refused(ValueError, r"the store is empty", replayed_indices(IndexStore()))
     for context in (recorded_indices, replayed_indices):
-        with pytest.raises(TypeError, match=r"must be an IndexStore, got list"), context([choose()]):
-            pass
-    with (
-        pytest.raises(RuntimeError, match=r"recorded_indices is open already"),
-        recorded_indices(),
-        replayed_indices(store),
-    ):
+        refused(TypeError, r"must be an IndexStore, got list", context([choose()]))
+    already = r"recorded_indices is open already"
+    with pytest.raises(RuntimeError, match=already), recorded_indices(), replayed_indices(store):
         pass
-    with pytest.raises(RuntimeError, match=r"nothing was recorded"), recorded_indices():
-        pass
-    with pytest.raises(ValueError, match=r"0 of the 1 entries were taken"), replayed_indices(store):
-        pass
-    with (
-        pytest.raises(ValueError, match=r"has 1 entries, but test_replay_eager.py:.* chooses once more"),
-        replayed_indices(store),
-    ):
-        choose(), choose()
-    with (
-        pytest.raises(ValueError, match=r"entry 0 must have shape \[B, S, n\] = \[2, 5, 3\] on cpu.*got \[2, 5, 4\]"),
-        replayed_indices(store),
-    ):
-        choose(topk=3)
-    with pytest.raises(ValueError, match=r"on cpu, for .* got .* on meta"), replayed_indices(store.to("meta")):
-        choose()
-    with pytest.raises(ValueError, match=r"is \[2, 5, 4\] on cpu, but .* chose \[2, 5, 3\]"), recorded_indices(store):
-        choose(topk=3)
-    with (
-        pytest.raises(ValueError, match=r"has 2 entries, but 1 were recorded"),
-        recorded_indices(IndexStore([choose(), choose()])),
-    ):
-        choose()
+    refused(RuntimeError, r"nothing was recorded", recorded_indices())
+    refused(ValueError, r"0 of the 1 entries were taken", replayed_indices(store))
+    once_more = r"has 1 entries, but test_replay_eager.py:.* chooses once more"
+    refused(ValueError, once_more, replayed_indices(store), 4, 4)
+    other_shape = r"entry 0 must have shape \[B, S, n\] = \[2, 5, 3\] on cpu.*got \[2, 5, 4\]"
+    refused(ValueError, other_shape, replayed_indices(store), 3)
+    refused(ValueError, r"on cpu, for .* got .* on meta", replayed_indices(store.to("meta")), 4)
+    refused(ValueError, r"is \[2, 5, 4\] on cpu, but .* chose \[2, 5, 3\]", recorded_indices(store), 3)
+    refused(ValueError, r"has 2 entries, but 1 were recorded", recorded_indices(two), 4)
     with pytest.raises(NotImplementedError, match=r"inside torch.func"), recorded_indices():
         args, _ = given()
         torch.vmap(lambda q: index_topk(q, *args[1:], 2))(args[0].expand(3, *args[0].shape))
@@ -318,11 +306,7 @@ def test_contexts_say_what_does_not_fit():
 def test_keys_that_are_no_choice_raise(key):
     store = IndexStore([choose()])
     store[0][1, 0, 0] = key  # query 0 of 5 sees 5 of the 9 keys
-    with (
-        pytest.raises(ValueError, match=r"keys of 1 queries cannot be a choice of entry 0: expected"),
-        replayed_indices(store),
-    ):
-        choose()
+    refused(ValueError, r"keys of 1 queries cannot be a choice of entry 0: expected", replayed_indices(store), 4)
     store[0].copy_(choose())
     with replayed_indices(store):
         choose()

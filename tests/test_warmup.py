@@ -86,6 +86,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch, no_caches: None) -> Iterator[list[str]]:
     """Lists the graphs, forward and backward, that are compiled, with AOTAutograd in place of Inductor."""
+    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
     graphs: list[str] = []
@@ -93,14 +94,9 @@ def seen(monkeypatch: pytest.MonkeyPatch, no_caches: None) -> Iterator[list[str]
     def compiler(kind: str) -> Any:
         def compile_graph(gm: Any, example: Any) -> Any:
             graphs.append(kind)
-            return compat_boxed(gm)
+            return make_boxed_func(gm.forward)
 
         return compile_graph
-
-    def compat_boxed(gm: Any) -> Any:
-        from functorch.compile import make_boxed_func
-
-        return make_boxed_func(gm.forward)
 
     whole = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
     monkeypatch.setattr(compat.backend.compile_fx_module(), "compile_fx", lambda gm, inputs, **_: whole(gm, inputs))
