@@ -22,13 +22,8 @@ def mhc_post_pre(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes :func:`mhc.mhc_post`, then :func:`mhc.mhc_pre` of its result, which is rounded to x's dtype first.
 
-    Args:
-        x: Residual streams ``[..., n, D]``.
-        f_out: The sublayer's output ``[..., D]``.
-        h_post: Weights ``[..., n]`` of the sublayer that computed f_out.
-        h_res: Mixing matrix ``[..., n, n]`` of that sublayer, or None for the identity.
-        transpose_res: Whether R is ``h_res.T`` instead of h_res.
-        *pre: The arguments of :func:`mhc.mhc_pre` after x, for the next sublayer.
+    The arguments up to transpose_res are those of :func:`mhc.mhc_post`, of the sublayer that computed f_out; ``pre`` are
+    those of :func:`mhc.mhc_pre` after x, of the next sublayer.
 
     Returns:
         ``(x_out, h_in, next_post, next_res, h_pre, h_mix, inv_rms)``: the output of :func:`mhc.mhc_post`, then the

@@ -96,14 +96,9 @@ def mhc_single_pass(
         h_in  = mhc_collapse(x_out, h_pre)
         next_pre, next_post, next_res = mhc_coefficients(x_out, phi, alpha, bias, gamma)
 
-    Args:
-        x: Residual streams ``[..., n, D]``.
-        f_out: The sublayer's output ``[..., D]``.
-        h_post: Weights ``[..., n]`` of f_out, of the sublayer that computed it.
-        h_res: Mixing matrix ``[..., n, n]`` of that sublayer, or None for the identity.
-        h_pre: Weights ``[..., n]`` of the collapse, of that sublayer too.
-        transpose_res: Whether R is ``h_res.T`` instead of h_res.
-        *rest: The arguments of :func:`mhc_coefficients` after x, for the next sublayer.
+    x, f_out, h_post, h_res and transpose_res are the arguments of :func:`mhc.mhc_post`, of the sublayer that computed f_out;
+    h_pre ``[..., n]`` are the weights of the collapse, of that sublayer too; ``rest`` are the arguments of
+    :func:`mhc_coefficients` after x, of the next sublayer.
 
     Returns:
         ``(x_out, h_in, next_pre, next_post, next_res, h_mix, inv_rms)``: x_out ``[..., n, D]`` and h_in ``[..., D]`` in
