@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -43,11 +40,8 @@ def example() -> Iterator[ModuleType]:
 def test_two_ranks_compare_eager_torch_compile_and_mhc_inductor(tmp_path: pathlib.Path) -> None:
     """Layers have a checkpoint policy; the graph of each holds its region."""
     figures = tmp_path / "figures.json"
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.ranks.fsdp_runs", *V4]
-    size = ["--checkpoint", "policy", "--compare", "--steps", "4", "--seq", "16", "--json", str(figures)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    command = [sys.executable, *start, "--device", "cpu", *size]
-    done = subprocess.run(command, cwd=example_modules.ROOT, env=env, capture_output=True, text=True, timeout=300)
+    size = ("--checkpoint", "policy", "--compare", "--steps", "4", "--seq", "16", "--json", str(figures))
+    done = example_modules.started("tests.ranks.fsdp_runs", *V4, "--device", "cpu", *size, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "tokens a second" in done.stdout and "largest difference from eager" in done.stdout
     found = json.loads(figures.read_text())

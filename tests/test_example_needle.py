@@ -6,38 +6,18 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from tests.tools import example_modules
+from tests.tools.example_modules import drawn, printed
 
-
-@pytest.fixture(scope="module")
-def example():
-    pytest.importorskip("typer")
-    pytest.importorskip("rich")
-    pytest.importorskip("matplotlib")
-    with example_modules.imported("needle") as module:
-        yield module
+example = example_modules.fixture("needle")
 
 
 def test_trains_and_finds_eager_and_compiled_alike(example, tmp_path, capsys):
-    import matplotlib.pyplot as plt
-    import torch
-
     out = tmp_path / "picture.png"
-    size = example.Size(
-        steps=12,
-        dim=32,
-        layers=1,
-        batch=2,
-        seq=192,
-        short=24,
-        heads=2,
-        head_dim=8,
-        needles=3,
-        longest=1024,
-        tried=2048,
-        warm=0,
-    )
+    widths = {"dim": 32, "layers": 1, "batch": 2, "heads": 2, "head_dim": 8}
+    size = example.Size(steps=12, seq=192, short=24, needles=3, longest=1024, tried=2048, warm=0, **widths)
     (dense, eager, compiled), p = example.compare(torch.device("cpu"), size, seed=1, out=out)
     for run in (dense, eager, compiled):
         assert len(run.loss) == len(run.step_s) == len(run.block) == size.steps
@@ -54,22 +34,12 @@ def test_trains_and_finds_eager_and_compiled_alike(example, tmp_path, capsys):
     assert all(set(by_length) == {512, 1024} for by_length in p.seconds.values())
     assert len(p.blocks) == len(p.holds) == size.needles
     assert all(len(row) == 32 and sum(row) == example.TOP_K for row in p.blocks)
-    assert plt.imread(out).shape[0] > 800
-
-    said = " ".join(capsys.readouterr().out.split())
-    for text in (
-        "right answers, 1K",
-        "forward, 1K",
-        "largest difference of the loss",
-        "in the first 12 steps",
-        out.name,
-    ):
-        assert text in said
+    drawn(out, 800, 0)
+    words = ("right answers, 1K", "forward, 1K", "largest difference of the loss", "in the first 12 steps", out.name)
+    printed(capsys, *words)
 
 
 def test_needles_and_questions(example):
-    import torch
-
     task = example.needle_task
     text = torch.full((5000,), ord("."), dtype=torch.uint8)
     batch = task.make(text, 3, 300, 5, torch.Generator().manual_seed(0))
@@ -90,8 +60,6 @@ def test_needles_and_questions(example):
 
 def test_the_sparse_model_begins_as_the_dense_one(example):
     """With fewer blocks than are selected, and only the selected branch, both models are the same function."""
-    import torch
-
     torch.manual_seed(0)
     dense = example.NeedleModel(16, 2, 8)
     sparse = example.sparse(dense, block=8, top_k=8, compress=4, window=8)
@@ -104,8 +72,6 @@ def test_the_sparse_model_begins_as_the_dense_one(example):
 
 
 def test_the_block_loss_teaches_the_selection(example):
-    import torch
-
     torch.manual_seed(0)
     model = example.sparse(example.NeedleModel(16, 2, 8), block=8, top_k=3, compress=4, window=8)
     text = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
@@ -117,12 +83,6 @@ def test_the_block_loss_teaches_the_selection(example):
     assert taught[0] > 0 and not taught[1:].any(), "the compressed branch's keys"
     assert layer.q_proj.weight.grad.any() and layer.compress_k.inner.weight.grad.any()
     assert 1.0 < loss.item() < 10.0
-
-
-def test_bad_options_are_named():
-    done = example_modules.run("needle", "--device", "mps")
-    assert done.returncode == 2
-    assert "cpu or cuda" in re.sub(r"\s+", " ", done.stderr)
 
 
 # --- attention to tokens ------------------------------------------------------------------------------------
@@ -139,8 +99,6 @@ def token_size(example, steps):
 @pytest.fixture(scope="module")
 def by_token(example):
     """A dense model that answers on short texts, and one with attention to tokens, trained as the example trains it."""
-    import torch
-
     text = example.stdlib_text.load().train
     torch.manual_seed(0)
     dense = example.NeedleModel(32, 2, 16)
@@ -155,8 +113,6 @@ def by_token(example):
 
 def test_the_token_model_begins_as_the_dense_one(example):
     """With lists as long as the text, both models are the same function, whatever the index."""
-    import torch
-
     torch.manual_seed(0)
     dense = example.NeedleModel(16, 2, 8)
     model = example.by_token(dense, 40)
@@ -172,8 +128,6 @@ def test_the_token_model_begins_as_the_dense_one(example):
 
 def test_each_loss_has_its_own_parameters(example):
     """The answers train everything but the index; the index's loss trains the index and nothing else."""
-    import torch
-
     torch.manual_seed(0)
     model = example.by_token(example.NeedleModel(16, 2, 8), 6)
     tokens, ask = torch.randint(256, (2, 40)), torch.tensor([7, 30, 39])
@@ -187,8 +141,6 @@ def test_each_loss_has_its_own_parameters(example):
 
 def test_the_index_warms_up_alone(example, by_token):
     """The warm-up lowers both losses of the index, over all and over chosen tokens, and changes nothing else."""
-    import torch
-
     dense, _, text = by_token
     size = token_size(example, 30)
     batch = next(example.long_texts(text, size, 5))
@@ -212,8 +164,6 @@ def test_the_index_warms_up_alone(example, by_token):
 
 def test_the_index_learns_to_choose_the_answer(example, by_token):
     """An index that knows nothing chooses an answer as often as chance; the trained one nearly always."""
-    import torch
-
     dense, run, text = by_token
     generator = torch.Generator().manual_seed(3)
     batches = [example.needle_task.make(text, 1, 256, 4, generator) for _ in range(20)]
@@ -228,9 +178,6 @@ def test_the_index_learns_to_choose_the_answer(example, by_token):
 
 
 def test_the_table_and_the_picture_show_the_tokens(example, by_token, tmp_path, capsys):
-    import matplotlib.pyplot as plt
-    import torch
-
     _, run, text = by_token
     batch = example.needle_task.make(text, 1, 512, 4, torch.Generator().manual_seed(4))
     kinds = ("dense", "selected", "tokens")
@@ -246,9 +193,7 @@ def test_the_table_and_the_picture_show_the_tokens(example, by_token, tmp_path, 
         example.chosen_tokens(run.model, batch),
     )
     example.needle_picture.draw(picture, tmp_path / "needle.png", "test")
-    assert plt.imread(tmp_path / "needle.png").shape[1] > 1500
+    drawn(tmp_path / "needle.png", 0, 1500)
     runs = [example.Run(name, run.model, run.loss, run.block, run.step_s, [2.5, 1.5]) for name in picture.losses]
     example.console.print(example.table_of(runs, picture))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "2.500 / 2.000" in said and f"{run.block[0]:.3f} / " in said
-    assert "123 ms" in said and "forward, 1K" in said and "tokens" in said
+    printed(capsys, "2.500 / 2.000", f"{run.block[0]:.3f} / ", "123 ms", "forward, 1K", "tokens")

@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -55,13 +52,6 @@ def accelerated(new_state: None) -> Iterator[ModuleType]:
         yield module
 
 
-def _started(*command: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, *start, "-m", "tests.tools.trainer_runs", *command]
-    return subprocess.run(argv, cwd=example_modules.ROOT, capture_output=True, text=True, env=env, timeout=300)
-
-
 def test_the_trainer_compiles_with_inductor_in_bf16(trainer: ModuleType, tmp_path: pathlib.Path) -> None:
     """Inductor keeps numbers in fp32 that eager rounds to bf16: losses differ by less than an eighth of a rounding to bf16."""
     plan = trainer.Plan(tmp_path, **SIZES)
@@ -80,7 +70,7 @@ def test_the_trainer_compiles_with_inductor_in_bf16(trainer: ModuleType, tmp_pat
 def test_a_killed_trainer_resumes(
     trainer: ModuleType, tmp_path: pathlib.Path, quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    killed = _started("trainer", str(tmp_path))
+    killed = example_modules.started("tests.tools.trainer_runs", "trainer", str(tmp_path))
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert [f.name for f in (tmp_path / "trainer").iterdir()] == ["checkpoint-2"]
     (tmp_path / "trainer" / "checkpoint-4").mkdir()  # as if the next one had been cut off: it has no trainer_state.json
@@ -110,7 +100,7 @@ def test_accelerate_on_one_process(
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_accelerate_shards_layers_that_are_compiled_one_by_one(tmp_path: pathlib.Path) -> None:
-    done = _started("accelerate", str(tmp_path), ranks=2)
+    done = example_modules.started("tests.tools.trainer_runs", "accelerate", str(tmp_path), ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         found = json.loads((tmp_path / f"found{rank}.json").read_text())
