@@ -113,7 +113,7 @@ def _ids() -> tuple[Tensor, ...]:
 
 
 def test_deepseek_v4_through_inductor() -> None:
-    """Runs two layers forward; one layer trains in tests/test_example_deepseek.py."""
+    """Runs two layers forward; one layer trains in tests/test_example.py."""
     model = _deepseek(torch.float32)
     torch._dynamo.reset()
     before = mhc_inductor.counters()
