@@ -38,11 +38,9 @@ if not GPU:
     torch._inductor.config.cpp.vec_isa_ok = False
 
 if INTERPRETED and not GPU:
-    from tests.tools.interpreter_fixes import fix_masks, fix_numbers, speed_up
+    from tests.tools import interpreter_fixes
 
-    fix_masks()
-    fix_numbers()
-    speed_up()
+    interpreter_fixes.apply()
 
 # After each compile, Dynamo collects garbage, and flushes the CPU's caches to time the new guards: 50 ms that no test
 # needs.
@@ -55,6 +53,23 @@ T = TypeVar("T")
 def some(every: T, few: T) -> T:
     """Returns ``every`` case on a GPU, else the ``few`` that still cover each property in the slow interpreter."""
     return every if GPU else few
+
+
+def cases(**groups: Any) -> list[Any]:
+    """Returns the options of each case as a parameter, named by its group and its options.
+
+    A group is ``(options, names, values)``, with values of the named options for each case, or a list of options.
+    """
+    found = []
+    for group, rows in groups.items():
+        if isinstance(rows, tuple):
+            base, names, values = rows
+            each = [v if " " in names else (v,) for v in values]
+            rows = [{**base, **dict(zip(names.split(), v, strict=True))} for v in each]
+        for row in rows:
+            name = " ".join([group, *(f"{k}={v}".replace("torch.", "") for k, v in row.items())])
+            found.append(pytest.param(row, id=name))
+    return found
 
 
 OPEN = pathlib.Path(__file__).with_name("open_laws.txt")
@@ -153,6 +168,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def device() -> str:
     return "cuda" if GPU else "cpu"
+
+
+@pytest.fixture
+def builder(request: pytest.FixtureRequest, device: str) -> Any:
+    """Builds launches with poisoned memory. Few multiprocessors give the interpreter few programs to run."""
+    from mhc_inductor.kernels.launch import DeviceProps
+    from tests.oracles.poisoned import Poisoned
+
+    few = DeviceProps(getattr(request.module, "MULTIPROCESSORS", 2), "cuda", 90)
+    integers = getattr(request.module, "INTEGERS", -7)
+    return Poisoned(torch.device(device), None if GPU else few, integers=integers)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 import torch
 from conftest import GPU
 
-import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.e79 import plan
 from mhc_inductor.kernels.launch import DeviceProps
 from tests.oracles import e79 as h

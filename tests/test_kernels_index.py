@@ -10,25 +10,14 @@ import pytest
 import torch
 from conftest import GPU, some
 
-import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.index import config, plan
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from tests.oracles import index as h
-from tests.oracles.poisoned import Poisoned
-
-if not GPU:
-    from tests.tools.interpreter_fixes import fix_dot
-
-    fix_dot()
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NONE = (None,) * 4
 EPS = 2.0**-23
-
-
-@pytest.fixture
-def builder(device):
-    return Poisoned(torch.device(device), None if GPU else DeviceProps(2, "cuda", 90), integers=2**31 - 1)
+INTEGERS = 2**31 - 1  # in poisoned memory
 
 
 @pytest.fixture

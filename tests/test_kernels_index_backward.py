@@ -8,26 +8,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import GPU, some
-from test_kernels_index import Poisoned
+from conftest import some
 
 from mhc_inductor.kernels.index import backward_plan
-from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.reference import index as reference
 from tests.oracles import index as h
 
-if not GPU:
-    from tests.tools.interpreter_fixes import fix_rounding
-
-    fix_rounding()
-
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = ("dq", "dk", "dw")
-
-
-@pytest.fixture
-def builder(device):
-    return Poisoned(torch.device(device), None if GPU else DeviceProps(2, "cuda", 90))
 
 
 def check(builder, args, kind="everything", scale=0.7, size=1.0, g_dtype=F32):

@@ -11,29 +11,14 @@ import test_ops_index_loss as losses
 import torch
 from conftest import GPU, some
 
-import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.index import loss_plan
-from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import lists_plan
 from mhc_inductor.reference import index_loss as reference
-from tests.oracles.poisoned import Poisoned
-
-if not GPU:
-    from tests.tools.interpreter_fixes import fix_dot, fix_rounding, fix_sort
-
-    fix_dot()
-    fix_rounding()
-    fix_sort()
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EPS = 2.0**-23
 OUTPUTS, NAMES = ("loss", "dscores"), ("dq", "dk", "dw")
 ALL = slice(None)
-
-
-@pytest.fixture
-def builder(device):
-    return Poisoned(torch.device(device), None if GPU else DeviceProps(2, "cuda", 90))
 
 
 def case(device, dtype=F32, **changes):

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import GPU, some
+from conftest import some
 from test_nn_selection import choice, chosen_blocks
 
 import mhc_inductor
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.selection import blocks_plan
 from tests.oracles.poisoned import Poisoned
-
-if not GPU:
-    from tests.tools.interpreter_fixes import fix_dot
-
-    fix_dot()
 
 H200 = DeviceProps(132, "cuda", 90)
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -8,28 +8,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import GPU, INTERPRETED
 
-import mhc_inductor  # noqa: F401
 from mhc_inductor.distributed.softmax import join, part_gradients
-from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import join_plan
-from tests.oracles.poisoned import Poisoned
-
-if INTERPRETED:
-    from tests.tools.interpreter_fixes import fix_rounding
-
-    fix_rounding()
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+MULTIPROCESSORS = 1
 NAN, INF = float("nan"), float("inf")
 SHAPES = [(2, 3, 2, 5, 64), (1, 9, 1, 3, 80), (1, 2, 1, 1, 1), (1, 1, 1, 2, 512), (0, 3, 2, 4, 16), (2, 40, 1, 4, 24)]
 ROUNDING = {BF16: 2.0**-8, F16: 2.0**-11, F32: 2.0**-23}
-
-
-@pytest.fixture
-def builder(device):
-    return Poisoned(torch.device(device), None if GPU else DeviceProps(1, "cuda", 90))
 
 
 def made(shape, dtype, count, device, seed=0):

@@ -10,31 +10,16 @@ import functools
 
 import pytest
 import torch
-from conftest import GPU, some
+from conftest import some
 
-import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.eager import plan_of, why_not
-from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import lists_plan
 from mhc_inductor.ops import registry
 from tests.oracles import lists as h
-from tests.oracles.poisoned import Poisoned
 from tests.oracles.selection import error
 
-if not GPU:
-    from tests.tools.interpreter_fixes import fix_dot, fix_sort
-
-    fix_dot()
-    fix_sort()
-
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# The interpreter's casts to bf16 and fp16 truncate where a GPU rounds to nearest.
-ROUNDINGS = 1.05 if GPU else 2.1
-
-
-@pytest.fixture
-def builder(device):
-    return Poisoned(torch.device(device), None if GPU else DeviceProps(2, "cuda", 90))
+ROUNDINGS = 1.05
 
 
 def results(made, ups, scale, op):

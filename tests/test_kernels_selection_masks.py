@@ -8,31 +8,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import GPU, some
+from conftest import some
 
-import mhc_inductor  # noqa: F401
-from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import masks_plan
 from mhc_inductor.reference import selection_masks as reference
 from tests.oracles import lists as h
 from tests.oracles import masks as helpers_masks
-from tests.oracles.poisoned import Poisoned
 from tests.oracles.selection import error
-
-if not GPU:
-    from tests.tools.interpreter_fixes import fix_dot
-
-    fix_dot()
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 MIN = torch.finfo(F32).min
-# The interpreter's casts to bf16 and fp16 truncate where a GPU rounds to nearest.
-ROUNDINGS = 1.05 if GPU else 2.1
-
-
-@pytest.fixture
-def builder(device):
-    return Poisoned(torch.device(device), None if GPU else DeviceProps(2, "cuda", 90))
+ROUNDINGS = 1.05
 
 
 def plans(builder, made, ups, scale):

@@ -8,16 +8,10 @@ import pytest
 import torch
 from conftest import GPU, some
 
-import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection.pieces_plan import plan_pieces, plan_segments
 from tests.oracles import selection as h
 from tests.oracles.poisoned import Poisoned
-
-if not GPU:
-    from tests.tools.interpreter_fixes import fix_sort
-
-    fix_sort()
 
 I32, I64 = torch.int32, torch.int64
 

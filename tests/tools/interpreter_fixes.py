@@ -156,3 +156,9 @@ def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
 def fix_numbers() -> None:
     """Fixes numbers in Triton 3.6: it takes ``int()`` of an array with one element, which numpy 2.4 refuses."""
     interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+
+def apply() -> None:
+    """Applies every fix, in this process."""
+    for fix in (fix_masks, fix_numbers, speed_up, fix_dot, fix_sort, fix_rounding):
+        fix()
