@@ -35,11 +35,11 @@ for step in $steps; do
             tests/test_kernels_e79.py -x --show-capture=no -k "widths and input and (16 or 64)" 2>&1 |
             tee "$out/racecheck_e79.log" | tail -15 || status=1
         compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
-            tests/test_kernels_selection_backward.py tests/test_kernels_selection.py tests/test_kernels_selection_gather.py -x \
-            --show-capture=no -k "widths or heads or packed or many_ranges or strided or nothing" 2>&1 |
+            tests/test_kernels_selection.py -x \
+            --show-capture=no -k "widths or heads or packed or many_ranges or stride or empty" 2>&1 |
             tee "$out/sanitizer_selection.log" | tail -15 || status=1
         compute-sanitizer --tool racecheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
-            tests/test_kernels_selection.py tests/test_kernels_selection_gather.py -x --show-capture=no -k heads 2>&1 |
+            tests/test_kernels_selection.py -x --show-capture=no -k "heads and (tiles or gather or splits)" 2>&1 |
             tee "$out/racecheck_selection.log" | tail -15 || status=1
         compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
             tests/test_kernels_selection_lists.py tests/test_kernels_index.py -x --show-capture=no \

@@ -1,169 +1,339 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tile path of selection attention against the fp64 loop, through its launch plan, with every buffer poisoned.
+"""Selection attention's kernels through their launch plans, with every buffer poisoned, against the fp64 loop.
 
-The kernels run compiled on a GPU, elsewhere in the interpreter.
+``PATHS``: the forward by tiles and by gathers, these also with a query's keys in three splits, and the backward, dq and
+dkv, by the kernels for many queries and for few. The kernels run compiled on a GPU, elsewhere in the interpreter.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 import types
+from itertools import product
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import GPU, INTERPRETED, some
+from conftest import GPU, cases, some
 
-import mhc_inductor  # noqa: F401
-from mhc_inductor.kernels.launch import DeviceProps
-from mhc_inductor.kernels.selection import config, plan, tile_lists_plan
+from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from mhc_inductor.kernels.selection import backward_plan, config, gather_plan, plan, segments_plan, tile_lists_plan
+from mhc_inductor.reference import selection as reference
 from tests.oracles import selection as h
 from tests.oracles.poisoned import Poisoned
 
-if INTERPRETED:
-    from tests.tools.interpreter_fixes import fix_dot, fix_rounding
-
-    fix_dot()
-    fix_rounding()
-
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
-NAN, INF = float("nan"), float("inf")
+NAN, INF = math.nan, math.inf
+PATHS = ("tiles", "gather", "splits", "many", "few")
+FEW = 16  # queries, of at most 64 ranges
+SPLITS = {"gather": 1, "splits": 3, "by shape": None}  # of a query's keys
+H200 = DeviceProps(132, "cuda", 90)
+MULTIPROCESSORS = 4
+every_path = pytest.mark.parametrize("path", PATHS)
 
 
-@pytest.fixture(autouse=True)
-def builder(monkeypatch, device):
-    """Makes the helpers call the launch plan of the tile path in place of the registered op."""
-    made = Poisoned(torch.device(device), None if GPU else DeviceProps(4, "cuda", 90))
-    op = types.SimpleNamespace(selection_attention=lambda *args: plan.plan_tiles(made, *args))
-    monkeypatch.setattr(h, "OPS", op)
-    return made
+def gathered(inputs, ups, scale, NS):
+    """Returns o and lse and, by the definition of delta, dq."""
+    builder = Poisoned(inputs["q"].device, None if GPU else DeviceProps(1, "cuda", 90))
+    args = q, k, v, ranges, sink, cu_q, cu_k = [inputs[n] for n in h.NAMES]
+    ids = segments_plan.plan_segments(builder, *(inputs.get(n) for n in h.SEGMENTS))
+    o, lse = gather_plan.plan_gather(builder, *args, scale, None, NS, ids)
+    if not ups:
+        return {"o": o, "lse": lse}
+    ups = {n: t.contiguous() for n, t in ups.items()}  # as plan_delta makes them
+    total = lse if sink is None else torch.logaddexp(lse, sink.float())
+    delta = (ups["o"].float() * o.float()).sum(-1) if "o" in ups else torch.zeros_like(lse)
+    if "lse" in ups:
+        delta = delta - torch.where(lse.isinf(), 0.0, ups["lse"] * (total - lse).exp())
+    lse2 = torch.where(lse.isinf(), torch.inf, total / 0.6931471805599453)
+    rest = (ranges, cu_q, cu_k, lse2, delta, scale, None, NS, None, ids)
+    return {"o": o, "lse": lse, "dq": gather_plan.plan_gather_dq(builder, ups.get("o"), q, k, v, *rest)}
 
 
-def run(device, kind="odd", dtype=F32, *, scale=None, **made):
+def backward_of(path, inputs, ups, scale, multiprocessors):
+    """Returns the reference's o and lse, and the gradients. The integers: a query that no list holds alone."""
+    builder = Poisoned(inputs["q"].device, DeviceProps(multiprocessors, "cuda", 90), integers=1)
+    form = types.SimpleNamespace(
+        selection_attention=reference.selection_attention,
+        selection_attention_backward=lambda *args: backward_plan.plan_selection_attention_backward(builder, *args),
+    )
+    by_few = mock.patch.object(backward_plan, "plan_dkv_few", wraps=backward_plan.plan_dkv_few)
+    with mock.patch.object(backward_plan, "FEW_QUERIES", 128 if path == "few" else 0), by_few as few:
+        got = h.run(inputs, ups, scale, form)
+    assert few.called or path != "few" or inputs["q"].shape[1] > FEW
+    return got
+
+
+def results(path, inputs, ups=None, scale=None, multiprocessors=2):
+    """Returns what a path computes, under the oracle's names.
+
+    On two multiprocessors, the backward's four programs end inside key tiles, and hold several of them.
+    """
+    scale = inputs["q"].shape[-1] ** -0.5 if scale is None else scale
+    if path in SPLITS:
+        got = gathered(inputs, ups, scale, SPLITS[path])
+    elif path == "tiles":
+        builder = Poisoned(inputs["q"].device, None if GPU else DeviceProps(MULTIPROCESSORS, "cuda", 90))
+        form = types.SimpleNamespace(selection_attention=lambda *args: plan.plan_tiles(builder, *args))
+        got = h.run(inputs, None, scale, form)
+    else:
+        return backward_of(path, inputs, ups or h.upstream(inputs), scale, multiprocessors)
+    assert got["o"].dtype == inputs["q"].dtype and got["lse"].dtype == F32
+    assert got["o"].is_contiguous() and got["lse"].is_contiguous()
+    return got
+
+
+def check(got, inputs, ups=None, scale=None):
+    """Checks results of a path, of which forward paths have no gradients, against fp64."""
+    want = h.oracle(inputs, ups, scale=scale)
+    h.check({**want, **got}, inputs, ups, scale=scale)
+    empty = want["lse"] == -INF
+    assert not got["o"][empty].any() and not ("dq" in got and got["dq"][empty].any())
+    assert all(t.is_contiguous() for n, t in got.items() if n.startswith("d"))
+
+
+def run(path, device, kind="odd", dtype=F32, *, up=h.OUTPUTS, scale=None, sink_value=None, on=2, **made):
+    if "lengths" not in made and made.get("r", 1) <= plan.MOST_TILE_RANGES:  # gathers run a program for each query
+        most = {"few": FEW, **({} if GPU else dict.fromkeys(SPLITS, 4))}.get(path, math.inf)
+        made["S"] = min(made.get("S", 7), most)
     inputs = h.make_inputs(kind, dtype, device=device, **made)
-    got = h.run(inputs, scale=scale)
-    h.check(got, inputs, scale=scale)
-    return inputs, got
+    if sink_value is not None:
+        inputs["sink"].fill_(sink_value)
+    ups = h.upstream(inputs, up)
+    got = results(path, inputs, ups, scale, on)
+    check(got, inputs, ups, scale)
+    return inputs, ups, got
 
 
-# --- shapes, dtypes, ranges ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("heads", some([1, 2, 3, 4, 6, 16, 33, 64, 100, 128], [1, 6, 33, 64, 100]))
-def test_heads(device, heads):
-    run(device, h=heads, S=9, S_kv=70, B=1, size=24)
-
-
-@pytest.mark.parametrize(
-    ("Dk", "Dv"),
-    some(
-        [(1, 3), (16, 16), (64, 64), (80, 80), (128, 128), (192, 128), (24, 100), (256, 256), (512, 512)],
-        [(1, 3), (80, 80), (192, 128), (24, 100), (512, 512)],
-    ),
-)
-def test_widths(device, Dk, Dv):
-    run(device, Dk=Dk, Dv=Dv, S=5, S_kv=70, G=1, B=1, size=24)
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    some(
-        [*itertools.product(["odd", "corr"], [F32, BF16, F16])],
-        [("odd", F32), ("corr", BF16), ("odd", BF16), ("corr", F16)],
-    ),
-)
-def test_dtypes(device, kind, dtype):
-    run(device, kind, dtype, S=9, S_kv=70, Dk=32, size=16, r=5, sink=True)
+def named(rows):
+    """Returns parameters (path, options). Each commit interprets all of the tiles."""
+    marks = {"tiles": pytest.mark.every_case}
+    return [pytest.param(p, *case.values, id=f"{p} {case.id}", marks=marks.get(p, ())) for p, case in rows]
 
 
 KINDS = ["odd", "corr", "rand", "token", "twice", "empty", "all", "none"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "range_dtype"),
-    [
-        *some([*itertools.product(KINDS, [I32, I64])], [*zip(KINDS, [I32, I64] * 4, strict=True)]),
-        ("wide", I64),
-    ],
+ONE = {"B": 1, "G": 1}
+SHORT = {"S": 9, "S_kv": 70, "B": 1}
+WIDTHS = [(16, 16), (80, 80), (128, 128), (24, 40), (192, 128), (64, 300), (128, 64), (24, 512), (512, 16)]
+LATENT = {"B": 1, "G": 1, "S": 4, "S_kv": 40, "h": 20, "Dk": 576, "Dv": 512, "r": 2}
+CASES = cases(
+    heads=(
+        {"S": some(40, 9), "S_kv": 70, "B": 1, "Dk": 16, "size": 24, "sink": True},
+        "h",
+        some([1, 2, 3, 4, 6, 16, 33, 64, 100, 128], [1, 6, 33, 64, 128]),
+    ),
+    widths=(
+        {"S": 5, "S_kv": 70, **ONE, "size": 24, "r": 3},
+        "Dk Dv dtype",
+        [
+            *((*d, t) for d in some(WIDTHS, []) for t in (F32, BF16)),
+            *some([(64, 64, F32), (256, 256, F32), (19, 7, BF16)], [(80, 80, F32), (192, 128, BF16), (64, 300, BF16)]),
+            *[(1, 3, F32), (24, 100, F32), (512, 512, BF16)],
+        ],
+    ),
+    latent_widths=(LATENT, "dtype segments sink up", [(BF16, "mixed", False, ("o",)), (F32, None, True, h.OUTPUTS)]),
+    dtypes=(
+        {"S": 9, "S_kv": 70, "Dk": 32, "size": 16, "r": 5, "sink": True},
+        "kind dtype",
+        some(
+            [*product(["odd", "corr"], [F32, BF16, F16])], [("odd", F32), ("corr", BF16), ("odd", BF16), ("corr", F16)]
+        ),
+    ),
+    ranges=(
+        {"S": 35, "S_kv": 131, **ONE, "h": 2, "r": 6, "size": 32},
+        "kind range_dtype",
+        [*some(product(KINDS, [I32, I64]), zip(KINDS, [I32, I64] * 4, strict=True)), ("wide", I64)],
+    ),
+    ranges_in_bf16=({**SHORT, "S_kv": 40, "dtype": BF16, "sink": True}, "kind", KINDS[2:]),
+    many_ranges=({"S": 18, "S_kv": 200, **ONE, "size": 4}, "r", some([1, 2, 16, 33, 40, 64], [1, 33, 64])),
+    odd_sizes=(
+        {"h": 4, "size": 30},
+        "S S_kv",
+        some([(1, 1), (1, 100), (3, 65), (33, 64), (65, 63), (31, 129)], [(1, 1), (3, 65), (33, 64)]),
+    ),
+    mistakes_made_before=h.MISTAKES.values(),
+    sink=({"kind": "empty", "h": 3, "S": 12, "sink": True}, "sink_dtype", [F32, BF16, torch.float64]),
+    sinks_far_from_the_scores=(
+        {"S": 9, "S_kv": 70, "h": 4, "sink": True, "up": ("o",)},
+        "sink_value",
+        some([-200.0, 200.0, -INF, -1e30, 1e30], [200.0, -INF, 1e30]),
+    ),
+    one_gradient=(
+        {**SHORT, "h": 4, "Dk": 16},
+        "up sink dtype",
+        some(
+            [*product([("o",), ("lse",), h.OUTPUTS], [False, True], [F32, BF16, F16])],
+            [
+                (("o",), True, F32),
+                (("o",), False, BF16),
+                (("lse",), False, F32),
+                (("lse",), True, BF16),
+                (h.OUTPUTS, False, F16),
+            ],
+        ),
+    ),
+    scale=({"S": 9, "S_kv": 40, "sink": True}, "scale", some([0.3, 0.0, -0.7, 2.5, 11.0], [0.0, -0.7])),
+    packed_segments=(
+        {"B": 1, "S": 14, "S_kv": 90, "size": 40, "h": 2, "segments": "mixed", "sink": True},
+        "r segment_dtype lengths key_lengths",
+        [(4, I64, (5, 9), (50, 40)), (40, I32, (5, 9), (50, 40)), (4, I32, None, None)],
+    ),
+    spread=(
+        {"kind": "corr", "S": 20, "S_kv": 150, "h": 4, **ONE, "Dk": 64, "size": 32, "r": 5, "spread": 24.0},
+        "dtype",
+        [F16, BF16, F32],
+    ),
+    strided=({"S": 9, "S_kv": 70, "strided": True, "scale": -0.7}, "Dk Dv dtype", [(16, 24, F32), (19, 7, BF16)]),
 )
-def test_ranges(device, kind, range_dtype):
-    run(device, kind, S=35, S_kv=131, B=1, G=1, h=2, r=6, size=32, range_dtype=range_dtype)
 
 
-@pytest.mark.parametrize("r", some([1, 2, 16, 33, 40, 64], [1, 33, 64]))
-def test_ranges_per_query(device, r):
-    run(device, "odd", S=18, S_kv=200, B=1, G=1, r=r, size=4)
+def paths_of(i):
+    """Returns the paths of a case: one of the two forms of gathers, and in the interpreter one of the backward."""
+    return ("tiles", ("gather", "splits")[i % 2], *some(["many", "few"], [("many", "few")[i // 2 % 2]]))
 
 
-@pytest.mark.parametrize(
-    ("S", "S_kv"),
-    some([(1, 1), (1, 100), (3, 65), (33, 64), (65, 63), (31, 129)], [(1, 1), (3, 65), (33, 64)]),
-)
-def test_odd_sizes(device, S, S_kv):
-    run(device, S=S, S_kv=S_kv, h=4, size=30)
+@pytest.mark.parametrize(("path", "case"), named((path, case) for i, case in enumerate(CASES) for path in paths_of(i)))
+def test_against_fp64(device, path, case):
+    run(path, device, **case)
 
 
-@pytest.mark.parametrize("name", h.MISTAKES)
-def test_mistakes_made_before(device, name):
-    made = dict(h.MISTAKES[name])
-    run(device, made.pop("kind"), **made)
+# What CASES do not reach: of gathers, lists of many ranges; of the backward, units of many queries, in several rounds.
+PACKED = [(44, (5, 0, 30, 9), None), (63, (20, 24), (60, 3)), (63, (3, 4), (9, 8))]
+TALL = {"S": some(140, 70), **ONE, "h": 8, "Dk": 16}
+OF_ONE_PATH = {
+    "tiles": cases(packed=({"B": 1, "S": 44}, "S_kv lengths key_lengths", PACKED)),
+    "splits": cases(
+        many_ranges=({"S": 2, **ONE, "S_kv": some(600, 300), "size": 5, "sink": True}, "r", [100]),
+        token_level=(
+            {"kind": "token", "dtype": BF16, "S": 1, "B": 1, "h": 16, "Dk": 16},
+            "S_kv r",
+            [(some(2000, 500), some(512, 130))],
+        ),
+        widest=({"S": 1, **ONE, "h": 20, "S_kv": 30, "sink": True}, "Dk dtype", [(512, BF16)]),
+        packed=(
+            {"B": 1},
+            "S S_kv lengths key_lengths sink r",
+            [(*c, r) for r in (3, 70) for c in [(6, 6, (2, 0, 3), None, False), (4, 40, (2, 0, 2), (20, 3, 12), True)]],
+        ),
+        spread=({"kind": "all", "S": 3, "S_kv": 200, "r": 1, "spread": 24.0}, "Dk dtype", [(64, F16)]),
+    ),
+    "many": cases(
+        packed=({"B": 1, "S": 44, "h": 4, "Dk": 16, "sink": True}, "S_kv lengths key_lengths", PACKED),
+        blocks=(
+            {"dtype": BF16, "S": some(150, 80), "S_kv": some(170, 150), **ONE, "h": 4, "Dk": 16, "size": 64, "r": 3},
+            "kind",
+            some(["corr", "rand"], ["corr"]),
+        ),
+        one_unit=(
+            TALL,
+            "kind S_kv sink CAP",
+            [(*case, cap) for case in [("all", 50, True), ("odd", 70, False)] for cap in some([16, 64], [16])],
+        ),
+        rounds_of_both_kinds=(
+            {**TALL, "kind": "corr", "dtype": BF16, "S_kv": some(140, 70), "h": 16, "size": 64, "r": 2},
+            "CAP",
+            [16],
+        ),
+        words=[{**TALL, "S_kv": 70, "h": some(16, 4), "WORDS": 2}],
+        programs=({"B": some(2, 1), "S": 20, "S_kv": 140, "h": 4, "Dk": 16}, "on", [1, 50]),
+        many_ranges=(
+            {"kind": "token", "S": 20, "S_kv": 140, **ONE, "h": 4, "Dk": 16},
+            "r",
+            some([33, 64, 100], [33, 100]),
+        ),
+    ),
+    "few": cases(
+        many_ranges=(
+            {"kind": "token", "dtype": BF16, **ONE, "h": 4, "Dk": 16},
+            "S S_kv r",
+            some(
+                [(S, n, r) for S in (1, 2, 32, 33, 128) for n, r in ((140, 100), (1500, 600))],
+                [(1, 1500, 600), (34, 140, 70)],
+            ),
+        ),
+        packed=[{"B": 1, "S": 9, "S_kv": 9, "h": 4, "Dk": 16, "lengths": (3, 0, 5, 1)}],
+        heads=(
+            {"S": 3, "S_kv": 100, "Dk": 16, "sink": True},
+            "h dtype",
+            some([*product([1, 4, 16, 33, 64], [BF16, F16, F32])], [(4, BF16), (33, F32)]),
+        ),
+    ),
+}
 
 
-@pytest.mark.parametrize("sink_dtype", [F32, BF16, torch.float64])
-def test_sink(device, sink_dtype):
-    run(device, "empty", h=3, S=12, sink=True, sink_dtype=sink_dtype)
+@pytest.mark.parametrize(("path", "case"), named((path, row) for path, rows in OF_ONE_PATH.items() for row in rows))
+def test_cases_of_one_path(device, monkeypatch, path, case):
+    for name in {"CAP", "WORDS"} & case.keys():
+        monkeypatch.setattr(backward_plan, name, case[name])
+    run(path, device, **{name: value for name, value in case.items() if name not in ("CAP", "WORDS")})
 
 
-@pytest.mark.parametrize("scale", some([0.3, 0.0, -0.7, 11.0], [0.0, -0.7]))
-def test_scale(device, scale):
-    run(device, "odd", S=9, S_kv=40, scale=scale)
+def equal(got, want):
+    return got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want)
 
 
-@pytest.mark.parametrize(("lengths", "key_lengths"), [((5, 0, 30, 9), None), ((20, 24), (60, 3)), ((3, 4), (9, 8))])
-def test_packed_sequences(device, lengths, key_lengths):
-    run(device, "odd", B=1, S=44, S_kv=44 if key_lengths is None else 63, lengths=lengths, key_lengths=key_lengths)
-
-
-@pytest.mark.parametrize(("r", "index"), [(4, I64), (40, I32)])
-def test_segments(device, r, index):
-    """Tests packed sequences with segments as well, and NaN in keys of no query's segment."""
-    lengths = {"lengths": (5, 9), "key_lengths": (50, 40)}
-    made = {
-        "B": 1,
-        "S": 14,
-        "S_kv": 90,
-        "r": r,
-        "size": 40,
-        "h": 2,
-        "segments": "mixed",
-        "segment_dtype": index,
-        "sink": True,
-    }
-    run(device, "odd", **made, **lengths)
-    inputs, _ = run(device, "odd", **made)
-    inputs["segments_q"] = ids = inputs["segments_q"].long().T.contiguous().T  # may differ from the keys' dtype
-    inputs["segments_q"] = torch.where(ids == ids.unique()[2], ids.unique()[1], ids)
-    unseen = inputs["segments_k"] == ids.unique()[2]
-    results = []
+@every_path
+@pytest.mark.parametrize("r", [4, 40])
+def test_keys_of_other_segments_do_not_leak(device, path, r):
+    """Puts NaN into keys of no query's segment. The ids of queries may have another dtype and other strides."""
+    sizes = {"B": 1, "S": 40 if path == "many" else 5, "S_kv": 90, "r": r, "size": 60, "Dk": 16}
+    inputs = h.make_inputs("odd", F32, **sizes, segments="mixed", sink=True, device=device)
+    inputs["segments_q"] = ids = inputs["segments_q"].long().T.contiguous().T
+    ids[ids == 2] = 1
+    unseen, ups, found = inputs["segments_k"] == 2, h.upstream(inputs), []
     for bad in (1.0, NAN):
-        for name in ("k", "v"):
+        for name in "kv":
             inputs[name] = torch.where(unseen[:, None, :, None], bad, inputs[name])
-        results.append(h.run(inputs))
-    assert unseen.any() and all(torch.equal(results[0][k], results[1][k]) for k in results[0])
+        found.append(results(path, inputs, ups))
+    assert unseen.any() and equal(*found)
+    for name in {"dk", "dv"} & found[0].keys():
+        assert not found[0][name][:, :, unseen[0]].any() and found[0][name].any()
 
 
-@pytest.mark.parametrize("shape", [{"B": 0}, {"S": 0}, {"S_kv": 0}, {"r": 0}])
-def test_empty_inputs(device, shape):
-    for segments in (None, "mixed"):
-        inputs = h.make_inputs("odd", F32, **{"S_kv": 9, **shape}, segments=segments, device=device)
-        got = h.run(inputs)
-        assert not got["o"].any() and bool((got["lse"] == -INF).all())
+@pytest.mark.parametrize("path", [*PATHS, "by shape"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"B": 0}, {"S": 0}, {"S_kv": 0}, {"r": 0}, {"kind": "none"}, {"B": 1, "S": 1, "S_kv": 0, "r": 100}],
+    ids=str,
+)
+@pytest.mark.parametrize("segments", [None, "mixed"])
+def test_empty_inputs(device, path, sizes, segments):
+    made = {"kind": "all", "dtype": F32, "S": 20 if path == "many" else 5, "S_kv": 70, "h": 4, "Dk": 16, **sizes}
+    inputs = h.make_inputs(**made, sink=True, segments=segments, device=device)
+    got = results(path, inputs, h.upstream(inputs))
+    assert got["o"].shape == inputs["q"].shape and not got["o"].any() and (got["lse"] == -INF).all()
+    for n in h.WANTED:
+        assert f"d{n}" not in got or torch.equal(got[f"d{n}"], torch.zeros_like(inputs[n])), n
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16, F32])
-def test_logits_with_a_standard_deviation_of_24(device, dtype):
-    run(device, "corr", dtype, S=20, S_kv=150, h=4, G=1, Dk=64, size=32, r=5, spread=24.0, B=1)
+@pytest.mark.parametrize("path", [*PATHS, "by shape"])
+def test_equal_bits_twice_and_in_any_batch(device, path):
+    sizes = {
+        "S": {"tiles": 20, "many": some(100, 40)}.get(path, 4),
+        "S_kv": some(150, 70),
+        "h": 4,
+        "Dk": 16,
+        "size": 24,
+    }
+    inputs, ups, got = run(path, device, dtype=BF16, B=3, sink=True, **sizes)
+    assert equal(results(path, inputs, ups), got)
+    if path == "tiles":
+        alone = results(path, {n: t if t is None or n == "sink" else t[1:2] for n, t in inputs.items()})
+        assert equal(alone, {n: t[1:2] for n, t in got.items()})
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_any_strides(device, path, dtype):
+    sizes = {"S": some(20, 4), "S_kv": 70, "h": 4, "Dk": 16}
+    inputs, ups, got = run(path, device, dtype=dtype, **sizes, sink=True)
+    rows = {n: inputs[n].transpose(1, 2).contiguous().transpose(1, 2) for n in "kv"}
+    outside = {"q": inputs["q"].permute(3, 2, 1, 0, 4).contiguous().permute(3, 2, 1, 0, 4)}
+    turned = {n: inputs[n].mT.contiguous().mT for n in "qkv"}
+    for change in (rows, outside, turned):
+        assert equal(results(path, {**inputs, **change}, {n: t.mT.contiguous().mT for n, t in ups.items()}), got)
 
 
 # --- configurations -----------------------------------------------------------------------------------------
@@ -179,8 +349,8 @@ def test_logits_with_a_standard_deviation_of_24(device, dtype):
 def test_configurations(device, monkeypatch, QT, HB, BN):
     c = config.ForwardConfig(QT, HB, BN, 4 if QT * HB < 128 else 8, 2)
     monkeypatch.setattr(config, "forward_config", lambda *_: c)
-    run(device, "empty", S=37, S_kv=140, h=5, B=1, G=1, size=24, sink=True)
-    run(device, "corr", S=some(33, 9), S_kv=130, h=16, B=1, G=1, size=64)
+    run("tiles", device, "empty", S=37, S_kv=140, h=5, B=1, G=1, size=24, sink=True)
+    run("tiles", device, "corr", S=some(33, 9), S_kv=130, h=16, B=1, G=1, size=64)
 
 
 def test_every_device_gets_a_configuration_that_fits():
@@ -193,15 +363,6 @@ def test_every_device_gets_a_configuration_that_fits():
                     rows = 0 if backend == "hip" else c.QT * c.HB
                     held = itemsize * P * (rows + 2 * c.num_stages * c.BN)
                     assert held <= config.shared_limit(backend, arch) and 32 % c.QT == 0 and 16 <= c.QT * c.HB <= 64
-
-
-def test_equal_bits_twice_and_in_any_batch(device):
-    inputs, got = run(device, "odd", BF16, B=3, S=20, S_kv=90, Dk=16, size=24)
-    again = h.run(inputs)
-    assert all(torch.equal(got[k], again[k]) for k in got)
-    one = {k: t if t is None or k == "sink" else t[1:2] for k, t in inputs.items()}
-    alone = h.run(one)
-    assert all(torch.equal(got[k][1:2], alone[k]) for k in got)
 
 
 # --- lists --------------------------------------------------------------------------------------------------
@@ -253,15 +414,13 @@ class Counting(Poisoned):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_strided_views_are_not_copied(device, monkeypatch, dtype):
-    made = Counting(torch.device(device), None if GPU else DeviceProps(4, "cuda", 90))
-    op = types.SimpleNamespace(selection_attention=lambda *args: plan.plan_tiles(made, *args))
-    monkeypatch.setattr(h, "OPS", op)
-    run(device, "odd", dtype, S=20, S_kv=90, Dk=16, Dv=24, strided=True, size=24)
+    monkeypatch.setattr("test_kernels_selection.Poisoned", Counting)
+    run("tiles", device, "odd", dtype, S=20, S_kv=90, Dk=16, Dv=24, strided=True, size=24)
     inputs = h.make_inputs("odd", dtype, S=20, S_kv=90, Dk=16, size=24, device=device)
     inputs["q"] = inputs["q"].permute(2, 3, 0, 1, 4).contiguous().permute(2, 3, 0, 1, 4)
     inputs["k"] = torch.cat((inputs["k"], inputs["v"]), -1)[..., 3:19]  # neither aligned nor dense
     inputs["v"] = inputs["v"][:, :1].expand(-1, 2, -1, -1)
-    h.check(h.run(inputs), inputs)
+    check(results("tiles", inputs), inputs)
 
 
 def test_other_strides_are_copied(device):
@@ -270,7 +429,7 @@ def test_other_strides_are_copied(device):
     inputs["q"] = inputs["q"].mT.contiguous().mT
     inputs["v"] = inputs["v"][..., :1].expand(-1, -1, -1, 5)
     inputs["ranges"] = inputs["ranges"].mT.contiguous().mT
-    h.check(h.run(inputs), inputs)
+    check(results("tiles", inputs), inputs)
 
 
 def test_offsets_beyond_2_to_the_31(device):
@@ -280,7 +439,7 @@ def test_offsets_beyond_2_to_the_31(device):
     for name, offset in (("k", 0), ("v", 2048)):
         view = memory.as_strided((1, 2, 90, 16), (1, far, 16, 1), offset)
         i[name] = view.copy_(i[name])
-    h.check(h.run(i), i)
+    check(results("tiles", i), i)
 
 
 # --- NaN and infinity ---------------------------------------------------------------------------------------
@@ -295,10 +454,10 @@ def test_offsets_beyond_2_to_the_31(device):
 )
 def test_keys_that_a_query_does_not_select_never_reach_it(device, name, poison, heads, dtype):
     inputs = h.make_inputs("odd", dtype, B=1, S=12, S_kv=150, h=heads, Dk=16, r=3, size=32, device=device)
-    clean = h.run(inputs)
+    clean = results("tiles", inputs)
     keys = (7, 70, 149)
     inputs[name][:, :, keys] = poison
-    got = h.run(inputs)
+    got = results("tiles", inputs)
     chosen = np.array([[bool({*keys} & {*h.selection_of(inputs, 0, s, g)}) for g in range(2)] for s in range(12)])
     assert chosen.any() and not chosen.all()
     free = torch.from_numpy(~chosen).to(device)
@@ -316,14 +475,14 @@ def test_selected_values_are_what_the_formula_says(device, poison):
     inputs["v"][0, 0, 3, 2] = poison
     inputs["v"][0, 1, 39, 0] = poison
     want = h.oracle(inputs)
-    assert h.error(h.run(inputs)["o"], want["o"]) < 1e-6
+    assert h.error(results("tiles", inputs)["o"], want["o"]) < 1e-6
 
 
 def test_nan_in_a_query_stays_in_its_row(device):
     inputs = h.make_inputs("empty", F32, B=1, S=20, S_kv=60, h=2, device=device)
-    clean = h.run(inputs)
+    clean = results("tiles", inputs)
     inputs["q"][0, 3, 0, 1] = NAN
-    got = h.run(inputs)
+    got = results("tiles", inputs)
     got["o"][0, 3, 0, 1], got["lse"][0, 3, 0, 1] = clean["o"][0, 3, 0, 1], clean["lse"][0, 3, 0, 1]
     assert all(torch.equal(got[k], clean[k]) for k in got)
 
@@ -367,3 +526,150 @@ def test_deterministic_algorithms_give_a_query_equal_bits_in_any_batch(device, r
         torch.testing.assert_close(whole[:, 5:9], part, **({"rtol": 0, "atol": 0} if GPU else {}))
     assert "selection_combine" not in builder.names
     assert ("selection_gather" in builder.names) == (r > plan.MOST_TILE_RANGES)
+
+
+# --- gathers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("r", "bad"),
+    some([(r, b) for r in (2, 70) for b in (float("nan"), float("inf"))], [(2, float("nan")), (70, float("inf"))]),
+)
+def test_what_is_not_selected_does_not_matter(device, r, bad):
+    inputs = h.make_inputs("odd", BF16, S=2, S_kv=25 * r, r=r, size=3, sink=True, device=device)
+    ups = h.upstream(inputs)
+    want = results("by shape", inputs, ups)
+    chosen = torch.zeros(inputs["k"].shape[:3], dtype=torch.bool)
+    for b, s, g in np.ndindex(2, 2, 2):
+        chosen[b, g, h.selection_of(inputs, b, s, g)] = True
+    assert not chosen.all()
+    for name in "kv":
+        inputs[name][~chosen] = bad
+    assert equal(results("by shape", inputs, ups), want)
+
+
+@pytest.mark.parametrize("path", SPLITS)
+def test_nan_that_one_query_selects_stays_with_it(device, path):
+    inputs = h.make_inputs("all", F32, B=1, S=3, G=1, S_kv=20, r=2, device=device)
+    inputs["ranges"][:] = torch.tensor([[0, 10], [3, 4]])
+    inputs["ranges"][0, 1] = torch.tensor([[0, 5], [12, 16]])
+    inputs["v"][0, 0, 13] = NAN
+    inputs["k"][0, 0, 14] = NAN
+    got = results(path, inputs)
+    assert got["o"][0, 1].isnan().all() and got["lse"][0, 1].isnan().all()
+    assert got["o"][0, [0, 2]].isfinite().all() and got["lse"][0, [0, 2]].isfinite().all()
+
+
+def test_splits(builder):
+    sms = builder.device_props().sm_count
+    splits = [gather_plan.splits(builder, rows, 4) for rows in (0, 1, 2, sms, 2 * sms, 4 * sms, 4 * sms + 1, 10**9)]
+    most = min(gather_plan.MAX_SPLITS, 4 * sms)
+    assert splits == [most, most, min(most, 2 * sms), 4, 2, 1, 1, 1]
+
+
+# --- the backward -------------------------------------------------------------------------------------------
+
+
+def test_nan_in_one_of_few_queries_reaches_only_its_keys(device):
+    """Puts NaN into one query and its gradient, where other queries select the same tiles."""
+    inputs = h.make_inputs("odd", BF16, B=1, S=6, S_kv=70, G=1, h=4, Dk=16, device=device)
+    ups = h.upstream(inputs)
+    want = results("few", inputs, ups)
+    ups["o"][0, 2] = NAN
+    inputs["q"][0, 2] = NAN
+    got = results("few", inputs, ups)
+    keys = set(h.selection_of(inputs, 0, 2, 0))
+    assert 0 < len(keys) < 70
+    for x in range(70):
+        for n in ("dk", "dv"):
+            bad, good = got[n][0, 0, x], want[n][0, 0, x]
+            assert bad.isnan().all() if x in keys else torch.equal(bad, good), (n, x)
+
+
+@pytest.mark.parametrize(
+    ("S", "r", "chosen"), [(1, 16, True), (16, 16, True), (17, 16, False), (256, 65, True), (257, 65, False)]
+)
+def test_the_kernel_follows_from_the_shape(S, r, chosen):
+    """Checks which shapes run the kernel for few queries.
+
+    Not those whose neighbours share key tiles, nor more queries than it reads bitmap words for.
+    """
+    names = []
+
+    class Names(EagerBuilder):
+        def launch(self, kernel, *args):
+            names.append(kernel.__name__)
+
+    def empty(*shape, dtype=BF16):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    q, k, lse = empty(1, S, 2, 16, 128), empty(1, 2, 4096, 128), empty(1, S, 2, 16, dtype=F32)
+    args = (q, lse, q, k, k, empty(1, S, 2, r, 2, dtype=torch.int32), None, None, None, q, lse, 0.1)
+    backward_plan.plan_selection_attention_backward(Names(torch.device("meta"), DeviceProps(132, "cuda", 90)), *args)
+    assert ("selection_dkv_few" in names, "selection_dkv" in names) == (chosen, not chosen)
+
+
+@pytest.mark.parametrize(
+    ("value", "heads"),
+    some([*product([NAN, INF], [4, 16])], [(NAN, 4), (NAN, 16), (INF, 16)]),
+)
+def test_what_is_not_selected_does_not_leak(device, value, heads):
+    """Puts NaN or infinity into keys and values that no query selects, in tiles that all queries read."""
+    inputs = h.make_inputs("odd", BF16, B=1, S=20, S_kv=70, G=1, h=heads, Dk=16, device=device)
+    ups = h.upstream(inputs)
+    unseen = torch.ones(70, dtype=torch.bool)
+    for s in range(20):
+        unseen[h.selection_of(inputs, 0, s, 0)] = False
+    unseen[::7] = True  # and some keys are taken from every query
+    rows = inputs["ranges"].cpu()
+    for at in unseen.nonzero()[:, 0].tolist():
+        hit = (rows[..., 0] <= at) & (at < rows[..., 1])
+        rows[..., 1] = torch.where(hit, torch.full_like(rows[..., 1], at), rows[..., 1])
+    inputs["ranges"] = rows.to(device)
+    want = results("many", inputs, ups)
+    for n in "kv":
+        inputs[n][:, :, unseen] = value
+    got = results("many", inputs, ups)
+    assert unseen.sum() >= 10
+    for n in ("dq", "dk", "dv"):
+        assert got[n].isfinite().all(), n
+        assert torch.allclose(got[n].double(), want[n].double(), rtol=0.02, atol=0.02), n
+
+
+def test_a_nan_reaches_only_those_that_select_it(device):
+    inputs = h.make_inputs("odd", BF16, B=1, S=20, S_kv=70, G=1, h=4, Dk=16, device=device)
+    ups = h.upstream(inputs, ("o",))
+    inputs["k"][0, 0, 33] = NAN
+    got = results("many", inputs, ups)
+    touched = [33 in h.selection_of(inputs, 0, s, 0) for s in range(20)]
+    assert any(touched) and not all(touched)
+    for s, nan in enumerate(touched):
+        assert bool(got["dq"][0, s].isnan().any()) == nan, s
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("D", [16, 80, 128, 192, 256, 512])
+def test_dq_and_dkv_have_one_key_tile(D, arch):
+    """Checks that dK and dV use the tiles of dQ's bitmaps, which hold one bit per key in two words."""
+    for itemsize in (2, 4):
+        found = backward_plan.backward_config(16, D, D, itemsize, "cuda", arch)
+        if found is None:
+            assert (D, itemsize) == (512, 4) and arch in (89, 120)
+            continue
+        queries, keys = found
+        assert keys.BN <= 64 and (queries is None or queries.BN == keys.BN)
+
+
+def test_unsupported_sizes_have_a_reason():
+    small = EagerBuilder(torch.device("meta"), DeviceProps(100, "cuda", 89))
+    q, k, ranges, lse = (
+        torch.empty(*n, device="meta") for n in ((1, 3, 1, 2, 512), (1, 1, 9, 512), (1, 3, 1, 2, 2), (1, 3, 1, 2))
+    )
+    args = (q, lse, q, k, k, ranges.int(), q, lse)
+    assert "512" in backward_plan.unsupported(small, *args)
+    assert (
+        backward_plan.unsupported(
+            small, *(t.bfloat16() if len(t.shape) > 3 and t.shape[-1] == 512 else t for t in args)
+        )
+        is None
+    )
