@@ -59,6 +59,19 @@ def kernels_of(run):
     return [e.name for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
+def captured(step):
+    """Returns a CUDA graph of ``step``, which runs once on another stream first, and what its replays write."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    return graph, got
+
+
 def test_registered_ops_run_the_kernels_and_agree():
     inputs = h.make_inputs((130,), N, 256, BF16, device="cuda")
     options = {"sinkhorn_iters": 20}
