@@ -8,7 +8,7 @@ import torch
 
 from mhc_inductor.kernels import launch
 from mhc_inductor.kernels.index import backward_plan, loss_plan, plan
-from tests.tools.offline import TARGETS, Recorder, compile_all, names, part
+from tests.tools.offline import TARGETS, Recorder, compile_all, names, ones, part
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CASES = {
@@ -25,7 +25,9 @@ CASES = {
 }
 
 
-def launches(builder, *, S, T, H=64, D=128, dtype=BF16, topk=2048, limit=False, hidden=False):
+def inputs(*, S, T, H=64, D=128, dtype=BF16, limit=False, hidden=False, **_):
+    """Returns q, k and w, a gradient of the scores, and what hides keys."""
+
     def empty(*shape, dtype=dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -33,6 +35,11 @@ def launches(builder, *, S, T, H=64, D=128, dtype=BF16, topk=2048, limit=False, 
     if hidden:
         visible[1:] = [empty(1, 1, T, dtype=torch.bool), empty(1, S, dtype=torch.int32), empty(1, T, dtype=torch.int32)]
     args = empty(1, S, H, D), empty(1, T, D), empty(1, S, H, dtype=F32)
+    return args, empty(1, S, T, dtype=F32), visible
+
+
+def launches(builder, *, T, topk=2048, **sizes):
+    args, _, visible = inputs(T=T, **sizes)
     assert plan.unsupported(builder, *args) is None
     plan.plan_index_topk(builder, *args, min(topk, T), 1.0, *visible)
     plan.plan_index_topk_scores(builder, *args, min(topk, T), 1.0, *visible)
@@ -65,15 +72,9 @@ def test_kernels_compile_without_unnamed_spills(target, case):
     assert not bad
 
 
-def gradients(builder, *, S, T, H=64, D=128, dtype=BF16, limit=False, hidden=False, **_):
-    def empty(*shape, dtype=dtype):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    visible = [empty(1, S, dtype=torch.int64) if limit else None, None, None, None]
-    if hidden:
-        visible[1:] = [empty(1, 1, T, dtype=torch.bool), empty(1, S, dtype=torch.int32), empty(1, T, dtype=torch.int32)]
-    args = empty(1, S, T, dtype=F32), empty(1, S, H, D), empty(1, T, D), empty(1, S, H, dtype=F32)
-    backward_plan.plan_index_scores_backward(builder, *args, 1.0, *visible)
+def gradients(builder, **sizes):
+    args, dscores, visible = inputs(**sizes)
+    backward_plan.plan_index_scores_backward(builder, dscores, *args, 1.0, *visible)
     return builder.launches
 
 
@@ -139,12 +140,8 @@ def test_losses_compile_with_gluon_without_spills(case, more):
 @pytest.mark.parametrize("case", ["128-mask", "decoding"])
 def test_sizes_of_one_are_constants(case):
     """Checks that kernels compile when generated code passes a size or stride of 1 as a constant."""
-    recorded = []
     builder = Recorder(TARGETS["cuda:90"][1])
     launches(builder, **CASES[case])
     gradients(builder, **CASES[case])
-    for kernel, args, constexprs, *options in loss_launches(builder, **LOSSES["80-fp16"]):
-        ones = {name: 1 for name, value in args.items() if isinstance(value, int)}
-        recorded.append((kernel, args, {**constexprs, **ones}, *options))
-    _, bad = compile_all(recorded, "cuda:90", "ones")
+    _, bad = compile_all(ones(loss_launches(builder, **LOSSES["80-fp16"])), "cuda:90", "ones")
     assert not bad

@@ -64,6 +64,14 @@ def names(launches: Callable[..., Any], pairs: Iterable[tuple[str, str]], cases:
     }
 
 
+def ones(launches: Iterable[Any]) -> list[Any]:
+    """Returns launches with sizes and strides of 1 in place of each, as constants: so generated code passes those."""
+    return [
+        (kernel, args, {**constants, **{name: 1 for name, value in args.items() if isinstance(value, int)}}, *options)
+        for kernel, args, constants, *options in launches
+    ]
+
+
 class Resources(NamedTuple):
     """What a compiled kernel uses: registers a thread, bytes of shared memory a program, and what spills.
 
