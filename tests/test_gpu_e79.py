@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch._dynamo.testing
-from test_gpu import kernels_of
+from test_gpu import captured, kernels_of
 
 import mhc_inductor
 from mhc_inductor.kernels.e79 import plan
@@ -108,14 +108,7 @@ def test_training_step_captured_in_a_cuda_graph():
     inputs = inputs_on_gpu(20, 3, 64)
     ups = h.upstream(inputs)
     want = train(mhc_inductor.e79_scan, inputs, ups)  # the first call compiles the kernels
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        train(mhc_inductor.e79_scan, inputs, ups)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = train(mhc_inductor.e79_scan, inputs, ups)
+    graph, got = captured(lambda: train(mhc_inductor.e79_scan, inputs, ups))
     for t in got.values():
         t.fill_(float("nan"))
     graph.replay()

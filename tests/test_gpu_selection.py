@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from test_gpu import kernels_of
+from test_gpu import captured, kernels_of
+from test_gpu_lists import no_synchronisation
 
 import mhc_inductor
 from benchmarks import selection_cases as cases
@@ -74,15 +74,6 @@ def assert_accurate(got, case):
         assert error <= bar, f"{name}: {error:.3g} above {bar:.3g}"
 
 
-@contextlib.contextmanager
-def no_synchronisation():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 # ---- kernels and their results
 
 
@@ -101,62 +92,6 @@ def test_the_op_runs_the_kernels_and_nothing_else(shape, forward):
     names = ours(kernels_of(lambda: backward(case.dout, saved[0][1], *args, *saved[0], scale)))
     assert {n.split("_")[1] for n in names} >= {"delta", "dkv", "dsink"}, names
     assert any("dq" in n for n in names), names
-
-
-@pytest.mark.parametrize("sink", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
-def test_gradients_against_fp64(dtype, sink):
-    case = made(sink=sink, dtype=dtype)
-    assert_accurate(cases.both(case, case.leaves()), case)
-
-
-@pytest.mark.parametrize("std", [1.0, 24.0])
-@pytest.mark.parametrize("shape", [MID, DECODE, TOKENS], ids=lambda s: s.name)
-def test_sampled_queries_against_fp64(shape, std):
-    case = made(shape, std=std)
-    at = cases.sample(shape, 200, case.q.device)
-    got, want = cases.picked(case, cases.forward(case), at), cases.exact(case, at)
-    assert cases.relative(got["o"], want["o"]) <= 2 * cases.relative(cases.dense_masked(case, at)["o"], want["o"])
-    assert cases.relative(got["lse"], want["lse"]) < 1e-5
-
-
-def test_wide_heads_with_a_sink():
-    """DeepSeek-V4's shape: one key head of width 512 for 64 query heads."""
-    case = made(Shape("wide", 256, 1, 64, dim=512, block=32, picks=6), sink=True)
-    assert_accurate(cases.both(case, case.leaves()), case)
-
-
-def test_odd_ranges_and_empty_rows():
-    case = made()
-    length = case.shape.length
-    g = torch.Generator("cuda").manual_seed(1)
-    start = torch.randint(-100, length + 100, case.ranges.shape[:-1], generator=g, device="cuda")
-    end = start + torch.randint(-20, 90, start.shape, generator=g, device="cuda")
-    end[:, ::3] = start[:, ::3] - 1
-    case.ranges = torch.stack((start, end), -1)
-    got = train(attend, case)
-    empty = ~cases.mask_of(case.ranges, length).any(-1)
-    assert empty[:, ::3].all() and not empty.all()
-    assert not got["o"][empty].any() and not got["dq"][empty].any()
-    assert got["lse"][empty].eq(float("-inf")).all() and got["lse"][~empty].isfinite().all()
-    at = torch.arange(length, device="cuda")
-    want, dense = cases.exact(case, at)["o"], cases.dense_masked(case, at)["o"]
-    some = ~empty[0]
-    bar = 2 * cases.relative(dense[some], want[some])
-    assert cases.relative(got["o"][0][some], want[some]) <= bar
-
-
-def test_packed_sequences_are_those_sequences():
-    single = [made(Shape("part", n, 2, 16), seed=n) for n in (300, 65, 659)]
-    case = made()
-    for name, dim in (("q", 1), ("k", 2), ("v", 2), ("ranges", 1), ("dout", 1)):
-        setattr(case, name, torch.cat([getattr(c, name) for c in single], dim))
-    ends = torch.tensor([0, 300, 300, 365, 1024], device="cuda", dtype=torch.int32)
-    got = train(lambda *a: selection_attention(*a, cu_seqlens_q=ends, return_lse=True), case)
-    apart = [train(attend, c) for c in single]
-    for name, t in got.items():
-        want = torch.cat([a[name] for a in apart], 2 if name in ("dk", "dv") else 1)
-        assert cases.relative(t, want) < ROUNDING, name
 
 
 @pytest.mark.parametrize("shape", [MID, DECODE], ids=lambda s: s.name)
@@ -243,14 +178,7 @@ def test_decoding_under_cuda_graphs():
 def test_training_step_captured_in_a_cuda_graph(shape):
     case = made(shape)
     want = train(attend, case)  # the first call compiles the kernels
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        train(attend, case)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = train(attend, case)
+    graph, got = captured(lambda: train(attend, case))
     for t in got.values():
         t.fill_(float("nan"))
     graph.replay()
@@ -378,38 +306,6 @@ def test_more_than_2_to_the_31_elements_of_k_and_v(queries):
 
 
 # ---- segment ids, and the sizes of latent attention
-
-
-SEGMENTED = {
-    "tiles": {"S": 300, "S_kv": 700, "h": 16, "Dk": 128, "B": 1, "size": 64, "r": 6},
-    "documents": {"kind": "all", "S": 100, "S_kv": 400, "h": 4, "Dk": 64, "r": 1, "segments": "documents"},
-    "packed": {"B": 1, "S": 90, "S_kv": 90, "lengths": (40, 0, 50), "size": 40, "h": 4, "Dk": 64},
-    "decoding": {"S": 3, "S_kv": 500, "h": 16, "Dk": 128, "size": 64},
-    "tokens": {"kind": "token", "S": 40, "S_kv": 300, "r": 100, "h": 8, "Dk": 64},
-}
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
-@pytest.mark.parametrize("case", SEGMENTED)
-def test_segments_against_fp64(case, dtype):
-    options = {"kind": "odd", "segments": "mixed", "segment_dtype": torch.int64, "sink": True, **SEGMENTED[case]}
-    inputs = h.make_inputs(dtype=dtype, device="cuda", **options)
-    up = h.upstream(inputs)
-    got = h.run(inputs, up)
-    h.check(got, inputs, up)
-    assert_equal(h.run(inputs, up), got)
-
-
-@pytest.mark.parametrize("queries", [300, 3])
-def test_keys_of_other_segments_do_not_leak(queries):
-    inputs = h.make_inputs("odd", BF16, S=queries, S_kv=700, h=16, Dk=128, size=64, segments="mixed", device="cuda")
-    inputs["segments_q"][inputs["segments_q"] == 2] = 1
-    unseen, up, results = inputs["segments_k"] == 2, h.upstream(inputs), []
-    for bad in (1.0, float("nan")):
-        for name in ("k", "v"):
-            inputs[name] = torch.where(unseen[:, None, :, None], bad, inputs[name])
-        results.append(h.run(inputs, up))
-    assert_equal(*results)
 
 
 def test_compiled_segments_serve_every_length():

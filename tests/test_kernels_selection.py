@@ -31,7 +31,6 @@ FEW = 16  # queries, of at most 64 ranges
 SPLITS = {"gather": 1, "splits": 3, "by shape": None}  # of a query's keys
 H200 = DeviceProps(132, "cuda", 90)
 MULTIPROCESSORS = 4
-every_path = pytest.mark.parametrize("path", PATHS)
 
 
 def gathered(inputs, ups, scale, NS):
@@ -72,6 +71,8 @@ def results(path, inputs, ups=None, scale=None, multiprocessors=2):
     On two multiprocessors, the backward's four programs end inside key tiles, and hold several of them.
     """
     scale = inputs["q"].shape[-1] ** -0.5 if scale is None else scale
+    if path == "op":
+        return h.run(inputs, ups, scale)
     if path in SPLITS:
         got = gathered(inputs, ups, scale, SPLITS[path])
     elif path == "tiles":
@@ -199,10 +200,54 @@ def test_against_fp64(device, path, case):
     run(path, device, **case)
 
 
-# What CASES do not reach: of gathers, lists of many ranges; of the backward, units of many queries, in several rounds.
+# What CASES do not reach: of gathers, lists of many ranges; of the backward, units of many queries, in several rounds; and
+# the registered op on a GPU, at sizes that would take the interpreter hours.
+REAL = {"B": 1, "S": 1024, "S_kv": 1024, "h": 16, "Dk": 128, "kind": "corr", "size": 64, "r": 16}
+LOW = [BF16, F16, F32]
+SEGMENTED = {"kind": "odd", "segments": "mixed", "segment_dtype": I64, "sink": True}
+ON_GPU = {
+    "op": cases(
+        real=(REAL, "dtype sink", product(LOW, [False, True])),
+        spread=(
+            {**REAL, "dtype": BF16},
+            "B S S_kv kind r spread",
+            [
+                (*of, spread)
+                for of in [(1, 1024, 1024, "corr", 16), (3, 1, 4096, "corr", 16), (1, 64, 1024, "token", 100)]
+                for spread in (1.0, 24.0)
+            ],
+        ),
+        odd=({**REAL, "dtype": BF16}, "kind", ["odd", "empty"]),
+        wide=(
+            {"B": 1, "G": 1, "S": 256, "S_kv": 256, "h": 64, "Dk": 512, "size": 32, "sink": True},
+            "kind dtype",
+            [("corr", BF16)],
+        ),
+        packed=({**REAL, "dtype": BF16}, "lengths", [(300, 0, 65, 659)]),
+        segments=({**SEGMENTED, "S": 300, "S_kv": 700, "h": 16, "Dk": 128, "B": 1, "size": 64, "r": 6}, "dtype", LOW),
+        documents=(
+            {**SEGMENTED, "kind": "all", "S": 100, "S_kv": 400, "h": 4, "Dk": 64, "r": 1, "segments": "documents"},
+            "dtype",
+            LOW,
+        ),
+        packed_segments=(
+            {**SEGMENTED, "B": 1, "S": 90, "S_kv": 90, "size": 40, "h": 4, "Dk": 64},
+            "lengths dtype",
+            product([(40, 0, 50)], LOW),
+        ),
+        decoding_segments=({**SEGMENTED, "S": 3, "S_kv": 500, "h": 16, "Dk": 128, "size": 64}, "dtype", LOW),
+        token_segments=({**SEGMENTED, "kind": "token", "S": 40, "S_kv": 300, "r": 100, "h": 8, "Dk": 64}, "dtype", LOW),
+        latent=(
+            {"B": 1, "G": 1, "S_kv": 300, "h": 128, "Dk": 576, "Dv": 512, "size": 64, "sink": True},
+            "S dtype",
+            product([300, 1], [BF16, F32]),
+        ),
+    )
+}
 PACKED = [(44, (5, 0, 30, 9), None), (63, (20, 24), (60, 3)), (63, (3, 4), (9, 8))]
 TALL = {"S": some(140, 70), **ONE, "h": 8, "Dk": 16}
 OF_ONE_PATH = {
+    **some(ON_GPU, {}),
     "tiles": cases(packed=({"B": 1, "S": 44}, "S_kv lengths key_lengths", PACKED)),
     "splits": cases(
         many_ranges=({"S": 2, **ONE, "S_kv": some(600, 300), "size": 5, "sink": True}, "r", [100]),
@@ -274,11 +319,13 @@ def equal(got, want):
     return got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want)
 
 
-@every_path
+@pytest.mark.parametrize("path", [*PATHS, *some(["op"], [])])
 @pytest.mark.parametrize("r", [4, 40])
 def test_keys_of_other_segments_do_not_leak(device, path, r):
     """Puts NaN into keys of no query's segment. The ids of queries may have another dtype and other strides."""
     sizes = {"B": 1, "S": 40 if path == "many" else 5, "S_kv": 90, "r": r, "size": 60, "Dk": 16}
+    if path == "op":
+        sizes |= {"S": 300 if r == 4 else 3, "S_kv": 700, "h": 16, "Dk": 128}
     inputs = h.make_inputs("odd", F32, **sizes, segments="mixed", sink=True, device=device)
     inputs["segments_q"] = ids = inputs["segments_q"].long().T.contiguous().T
     ids[ids == 2] = 1
