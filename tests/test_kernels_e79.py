@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from conftest import GPU
+from conftest import GPU, cases
 
 from mhc_inductor.kernels.e79 import plan
 from mhc_inductor.kernels.launch import DeviceProps
@@ -39,7 +39,7 @@ def builder(request, monkeypatch, device):
     return made
 
 
-def run(device, T, B, n, dtype=F32, *, segment=4, up=h.OUTPUTS, **made):
+def run(device, T, B=2, n=16, dtype=F32, *, segment=4, up=h.OUTPUTS, **made):
     inputs = h.make_inputs(T, B, n, dtype, device=device, **made)
     ups = h.upstream(inputs, up)
     got = h.run_scan(inputs, ups, segment)
@@ -47,45 +47,31 @@ def run(device, T, B, n, dtype=F32, *, segment=4, up=h.OUTPUTS, **made):
     return inputs, ups, got
 
 
-@pytest.mark.parametrize("bias", h.BIASES)
-@pytest.mark.parametrize("n", WIDTHS)
-def test_widths(device, n, bias):
-    run(device, 3, 2, n, bias=bias, segment=2)
+CASES = cases(
+    dtypes=({"T": 4, "bias": ("input", "fixed"), "segment": 3}, "dtype", [F32, BF16, F16]),
+    # T = 6: segments that divide it, do not divide it, equal it, and exceed it
+    segments=({"T": 6, "B": 1, "bias": "input"}, "segment", [1, 3, 5, 6, 7]),
+    gates=({"T": 4, "B": 1}, "gates", [-20.0, 20.0]),
+    without_initial_state=({"T": 3}, "state", [False]),
+    one_step=({"T": 1, "B": 1}, "segment", [1]),
+    some_outputs=({"T": 3, "B": 1, "bias": "input"}, "up", [("out",), ("S",), ("M",), ("S", "M")]),
+)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_dtypes(device, dtype):
-    run(device, 4, 2, 16, dtype, bias=("input", "fixed"), segment=3)
+@pytest.mark.parametrize("case", CASES)
+def test_against_fp64(device, case):
+    run(device, **case)
 
 
 @pytest.mark.parametrize("name", h.MISTAKES)
 def test_mistakes_made_before(device, name):
-    case = {"B": 2, "n": 16, **h.MISTAKES[name]}
-    run(device, case.pop("T"), case.pop("B"), case.pop("n"), **case)
+    run(device, **h.MISTAKES[name])
 
 
-@pytest.mark.parametrize("segment", [1, 3, 5, 6, 7])
-def test_segments(device, segment):
-    """Tests segments that divide T = 6, do not divide it, equal it, and exceed it."""
-    run(device, 6, 1, 16, bias="input", segment=segment)
-
-
-@pytest.mark.parametrize("gates", [-20.0, 20.0])
-def test_gates_near_0_and_1(device, gates):
-    run(device, 4, 1, 16, gates=gates)
-
-
-def test_without_initial_state(device):
-    run(device, 3, 2, 16, state=False)
-
-
-def test_one_step(device):
-    run(device, 1, 1, 16, segment=1)
-
-
-@pytest.mark.parametrize("up", [("out",), ("S",), ("M",), ("S", "M")])
-def test_some_outputs_only(device, up):
-    run(device, 3, 1, 16, bias="input", up=up)
+@pytest.mark.parametrize("bias", h.BIASES)
+@pytest.mark.parametrize("n", WIDTHS)
+def test_widths(device, n, bias):
+    run(device, 3, n=n, bias=bias, segment=2)
 
 
 def test_checkpoints_change_no_bit_and_none_are_kept_without_gradients(device):
