@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_gpu import captured
 from test_post_project import narrow, on_hopper, run, run_single_pass  # noqa: F401 (narrow is a fixture)
 
 from mhc_inductor.kernels.mhc import config, gluon, plan
@@ -71,9 +72,7 @@ def test_eps_outside_the_root(width, monkeypatch):
 def test_in_a_cuda_graph():
     inputs = last(h.make_fused_inputs((300,), 4, 2560, BF16, device="cuda"), 64)
     want = run(inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run(inputs)
+    graph, got = captured(lambda: run(inputs))
     for t in got.values():
         t.fill_(0.0)
     graph.replay()

@@ -21,6 +21,11 @@ OUTPUTS, NAMES = ("loss", "dscores"), ("dq", "dk", "dw")
 ALL = slice(None)
 
 
+# Sizes for a GPU alone.
+PLAIN = {"B": 2, "S": 70, "T": 700, "H": 16, "D": 128, "G": 1, "heads": 16, "Dk": 192, "n": 200, "dtype": BF16}
+GROUPS = {"B": 1, "S": 129, "T": 1025, "H": 5, "D": 80, "G": 4, "heads": 3, "Dk": 66, "n": 77, "dtype": BF16}
+
+
 def case(device, dtype=F32, **changes):
     """Returns arguments of the op, with factors for which neither distribution is all on one key."""
     args = losses.make(dtype=dtype, **changes)
@@ -193,14 +198,16 @@ def test_a_head_whose_scores_overflow_takes_no_part(builder, device):
         assert want.isfinite().all() and losses.error(a, want) < 1e-5
 
 
-def test_nan_in_keys_that_are_not_listed_reaches_nothing(builder, device):
-    args = case(device, T=20)
-    args[3] = args[3].clamp(max=9).masked_fill(args[3] == 0, -1)
-    want = check(builder, args)
-    args[1][:, [0, *range(10, 20)]] = torch.nan
-    args[5][:, :, [0, *range(10, 20)]] = torch.nan
-    for a, b in zip(run(builder, args), (want[:2], want[2:]), strict=True):
+@pytest.mark.parametrize("sizes", [{"T": 20}, *some([PLAIN, GROUPS], [])], ids=str)
+def test_nan_in_keys_that_are_not_listed_reaches_nothing(builder, device, sizes):
+    args = case(device, **sizes)
+    args[3] = torch.where((args[3] >= 0) & (args[3] % 3 == 0), args[3] + 1, args[3])  # multiples of 3 are not listed
+    loss, dscores, *grads = check(builder, args)
+    args[1][:, ::3] = torch.nan
+    args[5][:, :, ::3] = torch.nan
+    for a, b in zip(run(builder, args), ((loss, dscores), grads), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not grads[1][:, ::3].any()
 
 
 def test_any_strides(builder, device):
@@ -222,19 +229,27 @@ def test_a_scale_that_is_not_positive(builder, device, scale):
     assert check(builder, args)[3].any() == (scale != 0)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_bits_depend_on_no_chunk_batch_or_run(builder, device, dtype, monkeypatch):
-    args = case(device, dtype, S=13, n=20, with_lse=True)
+SMALL = {"S": 13, "n": 20, "with_lse": True}
+
+
+@pytest.mark.parametrize(
+    "sizes", [SMALL, {**SMALL, "dtype": BF16}, *some([PLAIN | {"n": 500}, GROUPS | {"n": 500}], [])], ids=str
+)
+def test_bits_depend_on_no_chunk_batch_or_run(builder, device, sizes, monkeypatch):
+    args = case(device, **sizes)
     want = check(builder, args)
+    assert all(torch.equal(a, b) for a, b in zip(check(builder, args), want, strict=True))
     monkeypatch.setattr(lists_plan, "MOST_QUERIES", 5)
     names = len(builder.names)
     for a, b in zip(check(builder, args), want, strict=True):
         assert torch.equal(a, b)
-    assert builder.names[names:].count("index_loss_gradients") == 3
-    alone = [t[1:, 4:7] if i in (0, 2, 3, 4, 6) else t[1:] if i < 7 else t for i, t in enumerate(args)]
-    (loss, dscores), (dq, _, dw) = run(builder, alone, upstream(args[0])[1:, 4:7].contiguous())
+    assert builder.names[names:].count("index_loss_gradients") == -(-args[0].shape[1] // 5)
+    alone = [
+        t[-1:, 4:7] if i in (0, 2, 3, 4, 6) and t is not None else t[-1:] if i < 6 else t for i, t in enumerate(args)
+    ]
+    (loss, dscores), (dq, _, dw) = run(builder, alone, upstream(args[0])[-1:, 4:7].contiguous())
     for a, b in zip((loss, dscores, dq, dw), (*want[:3], want[4]), strict=True):
-        assert torch.equal(a, b[1:, 4:7])
+        assert torch.equal(a, b[-1:, 4:7])
 
 
 def test_what_has_no_kernel_is_named(builder, device):
