@@ -6,11 +6,13 @@ The kernels run on a GPU, elsewhere in the interpreter.
 
 from __future__ import annotations
 
+import functools
 import types
+from itertools import product
 
 import pytest
 import torch
-from conftest import GPU
+from conftest import GPU, cases, some
 
 from mhc_inductor.kernels import tuned
 from mhc_inductor.kernels.eager import plan_of
@@ -18,6 +20,7 @@ from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.mhc import config, plan
 from mhc_inductor.tuning import table
 from tests.oracles import mhc as h
+from tests.oracles import single_pass as one
 from tests.oracles.poisoned import Poisoned
 
 ROUNDINGS = 1.05
@@ -34,10 +37,11 @@ def _kernel(name: str):
     return call
 
 
-NAMES = [
-    f"mhc_{op}{suffix}"
-    for op in ("pre", "head", "post", "sinkhorn", "post_pre", "post_head") for suffix in ("", "_backward")
-]  # fmt: skip
+OPS = ("pre", "head", "post", "sinkhorn", "post_pre", "post_head", "single_pass", "coefficients", "collapse")
+NAMES = [f"mhc_{op}{suffix}" for op in OPS for suffix in ("", "_backward")]
+# Sizes of mistakes made before for the slow interpreter.
+LEADS = {"width_1280": (1,), "width_3000_no_multiple_of_a_block": (1,), "many_tokens_fp32_sums": (70,)}
+UP = ("x_out", "h_in", "next_post", "next_res")
 
 
 @pytest.fixture(autouse=True)
@@ -46,79 +50,59 @@ def kernels(monkeypatch):
     monkeypatch.setattr(h, "OPS", types.SimpleNamespace(**{name: _kernel(name) for name in NAMES}))
 
 
-def check_pre(device, lead, n, width, dtype, tolerance=2e-6, iters=0, form="softmax", **made):
-    inputs = h.make_inputs(lead, n, width, dtype, device=device, **made)
-    options = {"sinkhorn_iters": iters, "sinkhorn_form": form}
-    outputs = h.run_pre(inputs, None, options)
-    up = h.upstream({k: outputs[k] for k in ("h_in", "h_post", "h_res")})
-    if not outputs["h_res"].numel():
-        del up["h_res"]
-    got = h.run_pre(inputs, up, options)
-    h.compare(got, h.oracle_pre(inputs, up, options), tolerance, ROUNDINGS)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("iters, form", [(0, "softmax"), (3, "softmax"), (2, "exp"), (2, "exp_eps")])
-def test_pre(device, dtype, iters, form):
-    check_pre(device, (2, 5), 4, 128, dtype, iters=iters, form=form)
-
-
 OUTSIDE = {"norm_eps": 0.1, "norm_form": "outside"}
+FORMS = [(0, "softmax"), (3, "softmax"), (2, "exp"), (2, "exp_eps")]
+ODD_WIDTHS = some([16, 17, 100, 1100, 3000], [16, 17, 100, 1100])
+PRE_UP = ("h_in", "h_post", "h_res")
+PRE = cases(
+    pre=({"lead": (2, 5), "width": 128}, "dtype iters form", [(t, *form) for t in (F32, BF16, F16) for form in FORMS]),
+    outside=(
+        {"lead": (5,), "width": 48, "more": OUTSIDE, "zero": True},
+        "dtype iters full gamma x_scale",
+        [(t, *of) for t in (F32, BF16) for of in [(2, True, True, 1.0), (0, False, False, 1.0), (2, True, True, 1e-4)]],
+    ),
+    twenty_iterations=({"lead": (5,), "width": 40}, "iters", [20]),
+    other_n=({"lead": (3,), "width": 24, "iters": 2}, "n", [2, 3, 5, 6, 7, 8]),
+    pre_odd=({"lead": (3,)}, "width dtype", product(some([16, 17, 100, 3000], [16, 17, 100]), [BF16, F32])),
+    low_precision_parameters=(
+        {"lead": (6,), "width": 32, "iters": h.PRE_OPTIONS["sinkhorn_iters"]},
+        "param_dtype gamma",
+        product([BF16, F16], [True, False]),
+    ),
+    pre_without_residual_rows=({"lead": (7,), "width": 48}, "full", [False]),
+    pre_without_gradients=(
+        {"lead": (5,), "width": 32, "iters": 2},
+        "missing",
+        [("h_in",), ("h_post",), ("h_res",), ("h_in", "h_post"), ("h_post", "h_res")],
+    ),
+    mistakes_made_before=[
+        {"dtype": F32, "tolerance": 5e-6, **case, "lead": some(case["lead"], LEADS.get(name, case["lead"]))}
+        for name, case in sorted(h.MISTAKES.items())
+    ],
+    no_token=({"width": 32, "iters": 2}, "lead", [(0,), (1,), (1, 1), (0, 3)]),
+)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("made", [{}, {"full": False, "gamma": False}, {"x_scale": 1e-4}], ids=str)
-def test_pre_with_eps_outside_the_root(device, dtype, made):
-    inputs = h.make_inputs((5,), 4, 48, dtype, device=device, **made)
-    inputs["x"][2] = 0
-    options = {**OUTSIDE, "sinkhorn_iters": 0 if "full" in made else 2}
-    out = h.run_pre(inputs, None, options)
-    up = h.upstream({k: out[k] for k in ("h_in", "h_post", "h_res") if out[k].numel()})
-    got, want = h.run_pre(inputs, up, options), h.oracle_pre(inputs, up, options)
-    h.compare(got, want, 2e-6, ROUNDINGS)
-    h.compare({"dx": got["dx"][2]}, {"dx": want["dx"][2]}, 2e-6, ROUNDINGS)
+@pytest.mark.parametrize("case", PRE)
+def test_pre(device, case):
+    check_pre(device, **case)
 
 
-def test_head_with_eps_outside_the_root(device):
-    inputs = h.make_inputs((2, 3), 4, 48, F32, head=True, device=device)
-    up = h.upstream({"h_in": h.run_head(inputs)["h_in"]})
-    h.compare(h.run_head(inputs, up, OUTSIDE), h.oracle_head(inputs, up, OUTSIDE), 2e-6, ROUNDINGS)
-
-
-def test_pre_twenty_iterations(device):
-    check_pre(device, (5,), 4, 40, BF16, iters=20)
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 6, 7, 8])
-def test_pre_other_n(device, n):
-    check_pre(device, (3,), n, 24, BF16, iters=2)
-
-
-@pytest.mark.parametrize("width", [16, 17, 100, 3000] if GPU else [16, 17, 100])
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_pre_odd_widths(device, width, dtype):
-    check_pre(device, (3,), 4, width, dtype)
-
-
-@pytest.mark.parametrize("param", [BF16, F16])
-@pytest.mark.parametrize("gamma", [True, False])
-def test_pre_low_precision_parameters(device, param, gamma):
-    inputs = h.make_inputs((6,), 4, 32, BF16, gamma=gamma, param_dtype=param, device=device)
-    up = h.upstream({k: v for k, v in h.run_pre(inputs).items() if k in ("h_in", "h_post", "h_res")})
-    h.compare(h.run_pre(inputs, up), h.oracle_pre(inputs, up), 2e-6, ROUNDINGS)
-
-
-def test_pre_without_residual_rows(device):
-    check_pre(device, (7,), 4, 48, BF16, full=False)
-
-
-@pytest.mark.parametrize("missing", [("h_in",), ("h_post",), ("h_res",), ("h_in", "h_post"), ("h_post", "h_res")])
-def test_pre_backward_without_some_gradients(device, missing):
-    inputs = h.make_inputs((5,), 4, 32, BF16, device=device)
-    options = {"sinkhorn_iters": 2}
+def check_pre(
+    device, lead, width, *, n=4, dtype=BF16, tolerance=2e-6, iters=0, form="softmax", more=None, missing=(), zero=False,
+    **made,
+):  # fmt: skip
+    inputs = h.make_inputs(lead, n, width, dtype, device=device, **made)
+    if zero:
+        inputs["x"][2] = 0
+    options = {"sinkhorn_iters": iters, "sinkhorn_form": form, **(more or {})}
     outputs = h.run_pre(inputs, None, options)
-    up = h.upstream({k: outputs[k] for k in ("h_in", "h_post", "h_res") if k not in missing})
-    h.compare(h.run_pre(inputs, up, options), h.oracle_pre(inputs, up, options), 2e-6, ROUNDINGS)
+    up = h.upstream({k: outputs[k] for k in PRE_UP if k not in missing and (0 in lead or outputs[k].numel())})
+    got, want = h.run_pre(inputs, up, options), h.oracle_pre(inputs, up, options)
+    assert all(torch.isfinite(v).all() for v in got.values())
+    h.compare(got, want, tolerance, ROUNDINGS)
+    if zero:
+        h.compare({"dx": got["dx"][2]}, {"dx": want["dx"][2]}, tolerance, ROUNDINGS)
 
 
 def test_dx_acc_is_added_before_the_one_rounding(device):
@@ -132,26 +116,29 @@ def test_dx_acc_is_added_before_the_one_rounding(device):
     h.compare({"dx": dx}, {"dx": want}, 2e-6, ROUNDINGS)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_head(device, dtype):
+@pytest.mark.parametrize(("dtype", "more"), [(F32, None), (BF16, None), (F32, OUTSIDE)])
+def test_head(device, dtype, more):
     inputs = h.make_inputs((2, 3), 4, 48, dtype, head=True, device=device)
     up = h.upstream({"h_in": h.run_head(inputs)["h_in"]})
-    h.compare(h.run_head(inputs, up), h.oracle_head(inputs, up), 2e-6, ROUNDINGS)
+    h.compare(h.run_head(inputs, up, more), h.oracle_head(inputs, up, more), 2e-6, ROUNDINGS)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("transpose_res", [False, True])
-def test_post(device, dtype, transpose_res):
-    inputs = h.make_post_inputs((2, 3), 4, 100, dtype, device=device)
+POST = cases(
+    dtypes=({"lead": (2, 3), "width": 100}, "dtype transpose_res", product([F32, BF16, F16], [False, True])),
+    other_n=({"lead": (3,), "width": 40, "dtype": BF16, "f_dtype": F32, "h_dtype": BF16}, "n", [2, 3, 8]),
+    without_residual_matrix=({"lead": (3,), "width": 40, "dtype": BF16, "transpose_res": False}, "residual", [False]),
+)
+
+
+@pytest.mark.parametrize("case", POST)
+def test_post(device, case):
+    check_post(device, **case)
+
+
+def check_post(device, lead, width, dtype, *, n=4, transpose_res=True, **made):
+    inputs = h.make_post_inputs(lead, n, width, dtype, **made, device=device)
     up = h.upstream({"x": inputs["x"]})["x"]
     h.compare(h.run_post(inputs, transpose_res, up), h.oracle_post(inputs, transpose_res, up), 1e-6, ROUNDINGS)
-
-
-@pytest.mark.parametrize("n", [2, 3, 8])
-def test_post_other_n_and_dtypes(device, n):
-    inputs = h.make_post_inputs((3,), n, 40, BF16, f_dtype=F32, h_dtype=BF16, device=device)
-    up = h.upstream({"x": inputs["x"]})["x"]
-    h.compare(h.run_post(inputs, True, up), h.oracle_post(inputs, True, up), 1e-6, ROUNDINGS)
 
 
 @pytest.mark.parametrize("run", ["pre", "post"])
@@ -174,12 +161,6 @@ def test_sizes_that_a_tuned_table_may_choose_change_no_bit(device, run):
         assert got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want), values
 
 
-def test_post_without_residual_matrix(device):
-    inputs = h.make_post_inputs((3,), 4, 40, BF16, residual=False, device=device)
-    up = h.upstream({"x": inputs["x"]})["x"]
-    h.compare(h.run_post(inputs, False, up), h.oracle_post(inputs, False, up), 1e-6, ROUNDINGS)
-
-
 @pytest.mark.parametrize("n", [2, 4, 5])
 @pytest.mark.parametrize(
     "iters, form",
@@ -195,63 +176,10 @@ def test_sinkhorn(device, n, iters, form):
     h.compare(got, h.oracle_sinkhorn(logits, iters, 1e-6, form, grad), 2e-6)
 
 
-@pytest.mark.parametrize("name", sorted(h.MISTAKES))
-def test_mistakes_made_before(device, name):
-    case = dict(h.MISTAKES[name])
-    if not GPU and case["width"] > 1000:
-        case["lead"] = (1,)
-    if not GPU and case["lead"][0] > 100:
-        case["lead"] = (70,)
-    check_pre(device, case.pop("lead"), case.pop("n"), case.pop("width"), F32, 5e-6, **case)
-
-
-@pytest.mark.parametrize("lead", [(0,), (1,), (1, 1), (0, 3)])
-def test_no_token_and_one_token(device, lead):
-    inputs = h.make_inputs(lead, 4, 32, BF16, device=device)
-    out = h.run_pre(inputs, None, {"sinkhorn_iters": 2})
-    up = h.upstream({k: out[k] for k in ("h_in", "h_post", "h_res")})
-    got = h.run_pre(inputs, up, {"sinkhorn_iters": 2})
-    assert all(torch.isfinite(v).all() for v in got.values())
-    h.compare(got, h.oracle_pre(inputs, up, {"sinkhorn_iters": 2}), 2e-6, ROUNDINGS)
-
-
-def test_strided_inputs(device):
-    inputs = h.make_inputs((6,), 4, 32, BF16, device=device)
-    want = h.run_pre(inputs)
-    strided = dict(inputs)
-    strided["x"] = inputs["x"].transpose(1, 2).contiguous().transpose(1, 2)
-    strided["phi"] = inputs["phi"].T.contiguous().T
-    got = h.run_pre(strided)
-    assert not strided["x"].is_contiguous()
-    assert all(torch.equal(got[k], want[k]) for k in want)
-
-
-def test_equal_bits_in_two_runs_and_in_any_batch(device):
-    tokens = config.SMALL_T + 3 if GPU else 130
-    inputs = h.make_inputs((tokens,), 4, 64, BF16, device=device)
-    options = {"sinkhorn_iters": 3}
-    whole, again = h.run_pre(inputs, None, options), h.run_pre(inputs, None, options)
-    one = h.run_pre({**inputs, "x": inputs["x"][77:78].clone()}, None, options)
-    for key, value in whole.items():
-        assert torch.equal(value, again[key]), key
-        assert torch.equal(value[77:78], one[key]), key
-
-
-def test_bits_do_not_depend_on_the_sections_per_program(device, monkeypatch):
-    """Checks equal bits if a program runs one section of K, as in decoding, or GROUP sections, as in a full batch."""
-    inputs = h.make_inputs((3,), 4, 96, BF16, device=device)
-    few = h.run_pre(inputs)
-    monkeypatch.setattr(plan, "SMALL_T", 1)
-    many = h.run_pre(inputs)
-    assert all(torch.equal(few[k], many[k]) for k in few)
-
-
 # --- post fused with the pre or head of its result ----------------------------------------------------------
 
-UP = ("x_out", "h_in", "next_post", "next_res")
 
-
-def check_fused(device, lead, n, width, dtype, *, iters=2, transpose_res=True, missing=(), **made):
+def check_fused(device, lead, width, *, n=4, dtype=BF16, iters=2, transpose_res=True, missing=(), **made):
     given = made.pop("options", {})
     inputs = h.make_fused_inputs(lead, n, width, dtype, device=device, **made)
     options = {**given, **({} if made.get("head") else {"sinkhorn_iters": iters})}
@@ -269,41 +197,22 @@ def check_fused(device, lead, n, width, dtype, *, iters=2, transpose_res=True, m
     assert torch.equal(out["x_out"], apart)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("transpose_res", [False, True])
-def test_post_pre(device, dtype, transpose_res):
-    check_fused(device, (2, 5), 4, 128, dtype, transpose_res=transpose_res)
+FUSED = cases(
+    post_pre=({"lead": (2, 5), "width": 128}, "dtype transpose_res", product([F32, BF16, F16], [False, True])),
+    other_n=({"lead": (3,), "width": 24}, "n", [2, 3, 5, 8]),
+    odd_widths=({"lead": (3,), "iters": 0}, "width", ODD_WIDTHS),
+    without_gradients=({"lead": (5,), "width": 48}, "missing", [UP[:1], UP[1:2], UP[2:], UP[:2]]),
+    variants=[
+        {"lead": (5,), "width": 48, **v} for v in ({"residual": False}, {"full": False, "iters": 0}, {"gamma": False})
+    ],
+    outside=({"lead": (5,), "width": 48, "options": OUTSIDE}, "head", [False, True]),
+    head=({"lead": (2, 3), "width": 48, "head": True}, "dtype missing", product([F32, BF16], [(), UP[:1]])),
+)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 8])
-def test_post_pre_other_n(device, n):
-    check_fused(device, (3,), n, 24, BF16)
-
-
-@pytest.mark.parametrize("width", [16, 17, 100, 1100, 3000] if GPU else [16, 17, 100, 1100])
-def test_post_pre_odd_widths(device, width):
-    check_fused(device, (3,), 4, width, BF16, iters=0)
-
-
-@pytest.mark.parametrize("missing", [UP[:1], UP[1:2], UP[2:], UP[:2]])
-def test_post_pre_backward_without_some_gradients(device, missing):
-    check_fused(device, (5,), 4, 48, BF16, missing=missing)
-
-
-@pytest.mark.parametrize("made", [{"residual": False}, {"full": False, "iters": 0}, {"gamma": False}])
-def test_post_pre_variants(device, made):
-    check_fused(device, (5,), 4, 48, BF16, **made)
-
-
-@pytest.mark.parametrize("head", [False, True])
-def test_fused_with_eps_outside_the_root(device, head):
-    check_fused(device, (5,), 4, 48, BF16, head=head, options=OUTSIDE)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("missing", [(), UP[:1]])
-def test_post_head(device, dtype, missing):
-    check_fused(device, (2, 3), 4, 48, dtype, head=True, missing=missing)
+@pytest.mark.parametrize("case", FUSED)
+def test_post_pre(device, case):
+    check_fused(device, **case)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -318,35 +227,59 @@ def test_post_pre_of_no_token_and_one_token(device, lead, dtype):
     h.compare({k: v for k, v in got.items() if k not in ("dh_post", "dh_res")}, want, 2e-6, ROUNDINGS)
 
 
-def test_post_pre_of_strided_inputs(device):
-    inputs = h.make_fused_inputs((6,), 4, 32, BF16, device=device)
-    up = h.upstream({k: v for k, v in h.run_fused(inputs, True).items() if k in UP})
+# --- bits: of mhc_pre alone, and of a fused boundary with the gradients of a token, whose sums over D have a fixed order
+
+
+def fused_gradients(run, inputs, options):
+    given = {k: v for k, v in run(inputs, False, None, options).items() if k in (*UP, "next_pre")}
+    up = h.upstream(given)
+    return lambda inputs, rows=slice(None): run(inputs, False, {k: t[rows] for k, t in up.items()}, options)
+
+
+KINDS = {
+    "pre": (h.make_inputs, lambda inputs, options: lambda given, rows=None: h.run_pre(given, None, options)),
+    "post_pre": (h.make_fused_inputs, functools.partial(fused_gradients, h.run_fused)),
+    "single_pass": (one.make_inputs, functools.partial(fused_gradients, one.run)),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@every_kind
+def test_strided_inputs(device, kind):
+    make, runs = KINDS[kind]
+    inputs = make((6,), 4, 32, BF16, device=device)
     strided = dict(inputs)
-    for key in ("x", "h_res", "phi"):
+    for key in {"x", "h_res", "phi"} & inputs.keys():
         strided[key] = inputs[key].transpose(-1, -2).contiguous().transpose(-1, -2)
         assert not strided[key].is_contiguous()
-    want, got = h.run_fused(inputs, True, up), h.run_fused(strided, True, up)
+    run = runs(inputs, None)
+    got, want = run(strided), run(inputs)
     assert all(torch.equal(got[k], want[k]) for k in want)
 
 
-def test_post_pre_equal_bits_in_two_runs_and_in_any_batch(device):
-    """Includes the gradients of a token, whose sums over D have a fixed order."""
-    tokens = config.SMALL_T + 3 if GPU else 130
-    inputs = h.make_fused_inputs((tokens,), 4, 64, BF16, device=device)
-    options = {"sinkhorn_iters": 3}
-    up = h.upstream({k: v for k, v in h.run_fused(inputs, False, None, options).items() if k in UP})
-    whole, again = (h.run_fused(inputs, False, up, options) for _ in range(2))
-    alone = {k: t if k in ("phi", "alpha", "bias", "gamma") else t[77:78].clone() for k, t in inputs.items()}
-    one = h.run_fused(alone, False, {k: t[77:78].clone() for k, t in up.items()}, options)
+@every_kind
+def test_equal_bits_in_two_runs_and_in_any_batch(device, kind):
+    make, runs = KINDS[kind]
+    rows = slice(77, 78)
+    inputs = make((config.SMALL_T + 3 if GPU else 130,), 4, 64, BF16, device=device)
+    run = runs(inputs, {"sinkhorn_iters": 3})
+    whole, again = run(inputs), run(inputs)
+    alone = run({k: t if k in one.PARAMS else t[rows].clone() for k, t in inputs.items()}, rows)
     for key, value in whole.items():
         assert torch.equal(value, again[key]), key
         if key not in ("dphi", "dalpha", "dbias", "dgamma"):
-            assert torch.equal(value[77:78], one[key]), key
+            assert torch.equal(value[rows], alone[key]), key
 
 
-def test_post_pre_bits_do_not_depend_on_the_sections_per_program(device, monkeypatch):
-    inputs = h.make_fused_inputs((3,), 4, 1100, BF16, device=device)
-    few = h.run_fused(inputs, True)
+@every_kind
+def test_bits_do_not_depend_on_the_sections_per_program(device, kind, monkeypatch):
+    """Checks equal bits if a program runs one section of K, as in decoding, or GROUP sections, as in a full batch."""
+    make, _ = KINDS[kind]
+    inputs = make((3,), 4, 96 if kind == "pre" else 1100, BF16, device=device)
+    run = {"pre": h.run_pre, "post_pre": lambda i: h.run_fused(i, True), "single_pass": lambda i: one.run(i, True)}[
+        kind
+    ]
+    few = run(inputs)
     monkeypatch.setattr(plan, "SMALL_T", 1)
-    many = h.run_fused(inputs, True)
+    many = run(inputs)
     assert all(torch.equal(few[k], many[k]) for k in few)
