@@ -27,7 +27,7 @@ for step in $steps; do
     sanitize)
         compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
             tests/test_kernels_mhc.py tests/test_kernels_single_pass.py -x --show-capture=no \
-            -k "test_pre_without or test_pre_odd or test_head or no_token or strided or dx_acc or transpose" 2>&1 | tee "$out/sanitizer.log" | tail -15 || status=1
+            -k "pre_without or pre_odd or test_head or no_token or strided or dx_acc or transpose" 2>&1 | tee "$out/sanitizer.log" | tail -15 || status=1
         compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
             tests/test_kernels_e79.py -x --show-capture=no -k "widths or one_step or no_sequence or non_contiguous" 2>&1 |
             tee "$out/sanitizer_e79.log" | tail -15 || status=1
@@ -47,7 +47,7 @@ for step in $steps; do
             tee "$out/sanitizer_lists.log" | tail -15 || status=1
         compute-sanitizer --tool racecheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
             tests/test_kernels_selection_lists.py tests/test_kernels_index.py -x --show-capture=no \
-            -k "widths and dtype1 and (512 or 576 or 128)" 2>&1 | tee "$out/racecheck_lists.log" | tail -15 || status=1
+            -k "widths and (dtype1 or bfloat16) and (512 or 576 or 128)" 2>&1 | tee "$out/racecheck_lists.log" | tail -15 || status=1
         ;;
     bench)
         python3 -m benchmarks mhc --peers --out "$out" 2>&1 | tee "$out/bench.log" | tail -80 || status=1

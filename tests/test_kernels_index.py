@@ -116,50 +116,43 @@ def test_rows_that_stream(builder, device, short, kind, topk):
     exact(builder, h.make_inputs(2, 4, 700, 2, 16, whole=True, device=device), topk, h.visibility(kind, *args[:2]))
 
 
-@pytest.mark.parametrize("order", ["rising", "falling", "equal", "late"])
-def test_orders_of_scores_that_fill_the_candidates(builder, device, short, order):
-    """Tests rows whose every key beats the ones before, none does, all tie, or only the last ones are above 0."""
-    T = 900
-    value = {
-        "rising": torch.arange(T),
-        "falling": T - torch.arange(T),
-        "equal": torch.ones(T),
-        "late": (torch.arange(T) > T - 5) * 3.0,
-    }[order]
-    k = torch.zeros(1, T, 16)
-    k[0, :, 0] = value
-    q, w = torch.zeros(1, 3, 2, 16), torch.ones(1, 3, 2)
-    q[..., 0] = 1
-    exact(builder, tuple(t.to(device) for t in (q, k, w)), 30)
+AT = torch.arange(1000)
+# Scores of a row, topk, and which keys it sees. Rows whose every key beats the ones before, none does, all tie, or only
+# the last ones are above 0; rows that begin with few visible keys, of which those below the first ones are chosen as long
+# as there are less than topk.
+ROWS = {
+    "rising": (AT[:900], 30, None),
+    "falling": (900 - AT[:900], 30, None),
+    "equal": (AT[:900] * 0 + 1, 30, None),
+    "late": ((AT[:900] > 895) * 3.0, 30, None),
+    **{f"{few} first": (600 - AT[:600], 32, (AT[:600] < few) | (AT[:600] >= 300)) for few in (0, 5, 31)},
+}
 
 
-@pytest.mark.parametrize("few", [0, 5, 31])
-def test_rows_that_begin_with_few_visible_keys(builder, device, short, few):
-    """Tests that keys below the first ones are chosen as long as there are less than topk."""
-    T = 600
-    k = torch.zeros(1, T, 16)
-    k[0, :, 0] = T - torch.arange(T)
-    q, w = torch.zeros(1, 3, 2, 16), torch.ones(1, 3, 2)
-    q[..., 0] = 1
-    mask = (torch.arange(T) < few) | (torch.arange(T) >= 300)
-    exact(builder, tuple(t.to(device) for t in (q, k, w)), 32, (None, mask.view(1, 1, T).to(device), None, None))
+def ones(device, scores):
+    """Returns q, k and w of three queries whose scores are twice those given."""
+    k, q, w = torch.zeros(1, len(scores), 16), torch.zeros(1, 3, 2, 16), torch.ones(1, 3, 2)
+    k[0, :, 0], q[..., 0] = scores, 1
+    return tuple(t.to(device) for t in (q, k, w))
 
 
-@pytest.mark.parametrize("few", [100, 1000])
-def test_ties_in_several_segments(builder, device, few):
-    """Tests ties at the threshold that are spread over a row, some of which are taken."""
-    k = torch.zeros(1, 1000, 16)
-    k[0, ::3, 0] = 1  # 334 keys tie
-    k[0, 7::100, 0] = 2
-    q, w = torch.zeros(1, 3, 2, 16), torch.ones(1, 3, 2)
-    q[..., 0] = 1
-    limit = torch.full((1, 3), few)
+@pytest.mark.parametrize("row", ROWS)
+def test_orders_of_scores_that_fill_the_candidates(builder, device, short, row):
+    scores, topk, seen = ROWS[row]
     exact(
         builder,
-        tuple(t.to(device) for t in (q, k, w)),
-        300 if few == 1000 else 40,
-        (limit.to(device), None, None, None),
+        ones(device, scores),
+        topk,
+        (None, None if seen is None else seen.view(1, 1, -1).to(device), None, None),
     )
+
+
+@pytest.mark.parametrize(("limit", "topk"), [(100, 40), (1000, 300)])
+def test_ties_in_several_segments(builder, device, limit, topk):
+    """Tests ties at the threshold that are spread over a row, some of which are taken: of 334 keys, and ten above them."""
+    scores = (AT % 3 == 0) * 1.0
+    scores[7::100] = 2
+    exact(builder, ones(device, scores), topk, (torch.full((1, 3), limit, device=device), None, None, None))
 
 
 @pytest.mark.parametrize("S", [2, 40])
@@ -209,14 +202,10 @@ def test_any_strides(builder, device, S):
     )
     heads = (q.transpose(1, 2).contiguous().transpose(1, 2), torch.cat((k, k), -1)[..., :D], w)
     for args, visible in (odd, (heads, plain[1])):
-        for p, p_visible in ((args, visible),):
-            assert torch.equal(
-                check_scores(builder, p, visible=p_visible), plan.plan_index_scores(builder, *plain[0], 0.7, *plain[1])
-            )
-            assert torch.equal(
-                check_topk(builder, p, 20, visible=p_visible),
-                plan.plan_index_topk(builder, *plain[0], 20, 0.7, *plain[1]),
-            )
+        want = plan.plan_index_scores(builder, *plain[0], 0.7, *plain[1])
+        assert torch.equal(check_scores(builder, args, visible=visible), want)
+        want = plan.plan_index_topk(builder, *plain[0], 20, 0.7, *plain[1])
+        assert torch.equal(check_topk(builder, args, 20, visible=visible), want)
 
 
 def test_a_mask_is_never_expanded(builder, device):

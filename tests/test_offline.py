@@ -7,13 +7,10 @@ import itertools
 
 import pytest
 import torch
-from conftest import INTERPRETED
 
 from mhc_inductor.kernels.mhc import fused_plan, plan, single_pass_plan
 from tests.tools import offline
 from tests.tools.offline import TARGETS, Recorder, compile_all, part
-
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
 CASES = {
     "bf16": {"dtype": torch.bfloat16, "n": 4, "width": 4096, "iters": 20, "gamma": False},
@@ -25,10 +22,7 @@ CASES = {
 
 def launches(props, *, dtype, n, width, iters, gamma, tokens=8192):
     b = Recorder(props)
-
-    def empty(*shape, dtype=torch.float32):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
+    empty = offline.meta(torch.float32)
     x, f = empty(tokens, n, width, dtype=dtype), empty(tokens, width, dtype=dtype)
     m = n * n + 2 * n
     params = [empty(m, n * width), empty(3), empty(m), empty(n, width) if gamma else None]

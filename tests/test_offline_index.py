@@ -8,6 +8,7 @@ import torch
 
 from mhc_inductor.kernels import launch
 from mhc_inductor.kernels.index import backward_plan, loss_plan, plan
+from tests.tools import offline
 from tests.tools.offline import TARGETS, Recorder, compile_all, names, ones, part
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -27,10 +28,7 @@ CASES = {
 
 def inputs(*, S, T, H=64, D=128, dtype=BF16, limit=False, hidden=False, **_):
     """Returns q, k and w, a gradient of the scores, and what hides keys."""
-
-    def empty(*shape, dtype=dtype):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
+    empty = offline.meta(dtype)
     visible = [empty(1, S, dtype=torch.int64) if limit else None, None, None, None]
     if hidden:
         visible[1:] = [empty(1, 1, T, dtype=torch.bool), empty(1, S, dtype=torch.int32), empty(1, T, dtype=torch.int32)]
@@ -107,9 +105,7 @@ LOSS_KERNELS = {
 def loss_launches(
     builder, *, S=8192, H=64, D=128, G=1, h=64, Dk=576, n=2048, dtype=BF16, with_lse=True, index_dtype=torch.int32
 ):
-    def empty(*shape, dtype=dtype):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
+    empty = offline.meta(dtype)
     index = empty(1, S, H, D), empty(1, S, D), empty(1, S, H, dtype=F32), empty(1, S, n, dtype=index_dtype)
     lse = empty(1, S, G, h, dtype=F32) if with_lse else None
     attention = empty(1, S, G, h, Dk), empty(1, G, S, Dk), lse

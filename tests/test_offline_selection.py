@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import INTERPRETED
 
 from mhc_inductor.kernels import launch
 from mhc_inductor.kernels.eager import plan_of, why_not
 from mhc_inductor.kernels.selection import blocks_plan, join_plan
+from tests.tools import offline
 from tests.tools.offline import TARGETS, Recorder, compile_all, names, ones, part
-
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
 TILES = {"selection_pieces", "selection_finite", "selection_lists", "selection_forward"}
 BACKWARD = {"selection_delta", "selection_dq", "selection_dkv", "selection_dkv_fix"}
@@ -69,10 +67,7 @@ def launches(
     sink=False, segments=None, scale=None,
 ):  # fmt: skip
     """Returns the launches of the forward and, where there are kernels, the backward: over ranges, n keys or a mask."""
-
-    def empty(*shape, dtype=dtype):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
+    empty = offline.meta(dtype)
     Dv = Dk if Dv is None else Dv
     q, k, v = empty(1, S, 2, h, Dk), empty(1, S_kv, 2, Dk).transpose(1, 2), empty(1, S_kv, 2, Dv).transpose(1, 2)
     v = None if shared else v

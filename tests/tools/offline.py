@@ -50,6 +50,11 @@ POINTERS = {
 }
 
 
+def meta(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Returns a function that makes tensors without memory, of ``dtype`` unless told otherwise."""
+    return functools.partial(torch.empty, dtype=dtype, device="meta")
+
+
 def part(every: Iterable[tuple[Any, ...]], kept: Callable[..., bool]) -> list[Any]:
     """Returns a test's parameters; those that are not ``kept`` are marked: only ``tests/all_offline.py`` runs them."""
     return [p if kept(*p) else pytest.param(*p, marks=pytest.mark.whole) for p in every]
