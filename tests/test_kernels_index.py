@@ -147,6 +147,23 @@ def test_orders_of_scores_that_fill_the_candidates(builder, device, short, row):
     )
 
 
+LONG = torch.arange(70000)
+
+
+@pytest.mark.parametrize(
+    "scores", some([LONG, LONG.flip(0), LONG * 0 + 1], [LONG[:700]]), ids=["rising", "falling", "equal"][: some(3, 1)]
+)
+def test_orders_of_long_rows(builder, device, scores):
+    """The sizes of a GPU are above all that a program holds."""
+    exact(builder, ones(device, scores), some(4096, 40))
+
+
+@pytest.mark.parametrize("T", some([4000, 60000], [400]))
+def test_ties_of_whole_numbers(builder, device, T):
+    args = h.make_inputs(1, some(40, 3), T, 2, 16, BF16, whole=True, device=device)
+    exact(builder, args, some(1000, 100), h.visibility("everything", *args[:2]))
+
+
 @pytest.mark.parametrize(("limit", "topk"), [(100, 40), (1000, 300)])
 def test_ties_in_several_segments(builder, device, limit, topk):
     """Tests ties at the threshold that are spread over a row, some of which are taken: of 334 keys, and ten above them."""

@@ -318,7 +318,7 @@ def lists_of(builder, mask, QT, BN):
         lists = masked.lists(builder, S, S_kv, QT, BN, by_key)
         whole, part = set(), set()
         for i, (row, (nf, np)) in enumerate(
-            zip(lists["lists_ptr"][0, 0].tolist(), lists["counts_ptr"][0, 0].tolist(), strict=True)
+            zip(lists["lists"][0, 0].tolist(), lists["counts"][0, 0].tolist(), strict=True)
         ):
             back = row[::-1][:np]
             assert row[:nf] == sorted(row[:nf]) and back == sorted(back)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import GPU, some
+from conftest import some
 
-from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection.pieces_plan import plan_pieces, plan_segments
 from tests.oracles import selection as h
-from tests.oracles.poisoned import Poisoned
 
+MULTIPROCESSORS = 4
 I32, I64 = torch.int32, torch.int64
 
 
@@ -43,12 +42,11 @@ def selected(ranges, S_kv, cu_q=None, cu_k=None):
     return want
 
 
-def check(device, ranges, S_kv, tile, cu_q=None, cu_k=None, index=I32):
-    made = Poisoned(torch.device(device), None if GPU else DeviceProps(4, "cuda", 90))
-    cu = [None if c is None else torch.tensor(c, dtype=index, device=device) for c in (cu_q, cu_k)]
+def check(builder, ranges, S_kv, tile, cu_q=None, cu_k=None, index=I32):
+    cu = [None if c is None else torch.tensor(c, dtype=index, device=builder.device) for c in (cu_q, cu_k)]
     want = selected(ranges, S_kv, cu_q, cu_q if cu_k is None else cu_k)
-    p = plan_pieces(made, ranges.to(device), *cu, S_kv, count=True, tile=tile)
-    bare = plan_pieces(made, ranges.to(device), *cu, S_kv)
+    p = plan_pieces(builder, ranges.to(builder.device), *cu, S_kv, count=True, tile=tile)
+    bare = plan_pieces(builder, ranges.to(builder.device), *cu, S_kv)
     assert torch.equal(bare.starts, p.starts) and torch.equal(bare.ends, p.ends) and bare.totals is bare.sel is None
     starts, ends, totals = (t.cpu().numpy() for t in (p.starts, p.ends, p.totals))
     assert starts.shape == (*want.shape[:3], ranges.shape[3])
@@ -78,43 +76,44 @@ def check(device, ranges, S_kv, tile, cu_q=None, cu_k=None, index=I32):
         [(1, I64), (2, I32), (5, I64), (13, I32), (16, I64), (17, I32), (32, I32), (33, I64)],
     ),
 )
-def test_odd_ranges(device, r, dtype):
-    check(device, odd_ranges(2, 5, 2, r, 60, dtype, seed=r), 60, 16)
+def test_odd_ranges(builder, r, dtype):
+    check(builder, odd_ranges(2, 5, 2, r, 60, dtype, seed=r), 60, 16)
 
 
 @pytest.mark.parametrize("r", some([100, 512], [100]))
-def test_many_ranges(device, r):
-    check(device, odd_ranges(1, 2, 1, r, 1200, seed=1), 1200, 64)
+def test_many_ranges(builder, r):
+    check(builder, odd_ranges(1, 2, 1, r, 1200, seed=1), 1200, 64)
 
 
 @pytest.mark.parametrize(("S", "tile"), [(1, 32), (33, 64), (70, 16)])
-def test_words_of_queries_and_tiles(device, S, tile):
-    check(device, odd_ranges(1, S, 2, 4, 130), 130, tile)
+def test_words_of_queries_and_tiles(builder, S, tile):
+    check(builder, odd_ranges(1, S, 2, 4, 130), 130, tile)
 
 
-def test_adjoining_pieces_fill_a_tile(device):
+def test_adjoining_pieces_fill_a_tile(builder):
     ranges = torch.tensor([[32, 48], [0, 16], [48, 64], [16, 32], [64, 80], [81, 128]]).view(1, 1, 1, 6, 2)
-    check(device, ranges, 128, 64)
+    check(builder, ranges, 128, 64)
 
 
 @pytest.mark.parametrize(("r", "index"), some([(3, I32), (3, I64), (40, I32), (40, I64)], [(3, I64), (40, I32)]))
-def test_packed_sequences(device, r, index):
-    check(device, odd_ranges(1, 12, 2, r, 50), 50, 16, [0, 3, 3, 7, 11], [0, 20, 25, 25, 50], index)
-    check(device, odd_ranges(1, 12, 2, r, 12), 12, 16, [0, 5, 12], index=index)
-    check(device, odd_ranges(1, 12, 2, r, 50), 50, 16, [2, 9], [10, 41], index)
+def test_packed_sequences(builder, r, index):
+    check(builder, odd_ranges(1, 12, 2, r, 50), 50, 16, [0, 3, 3, 7, 11], [0, 20, 25, 25, 50], index)
+    check(builder, odd_ranges(1, 12, 2, r, 12), 12, 16, [0, 5, 12], index=index)
+    check(builder, odd_ranges(1, 12, 2, r, 50), 50, 16, [2, 9], [10, 41], index)
 
 
 @pytest.mark.parametrize("index", [I32, I64])
 @pytest.mark.parametrize("kind", ["mixed", "documents"])
-def test_segments_leave_tiles_out(device, kind, index):
+def test_segments_leave_tiles_out(builder, kind, index):
     """Checks that full tiles hold only keys of the query's segment, and that tiles without such keys are left out."""
-    made = Poisoned(torch.device(device), None if GPU else DeviceProps(4, "cuda", 90))
     B, S, S_kv, tile, any_id = 2, 40, 200, 16, -(2**31)
-    ids_q, ids_k = (t.to(device) for t in h.make_segments(kind, B, S, S_kv, dtype=index))
+    ids_q, ids_k = (t.to(builder.device) for t in h.make_segments(kind, B, S, S_kv, dtype=index))
     ids_k[0, 96:112] = any_id
     ranges = odd_ranges(B, S, 1, 5, S_kv)
     ranges[:, ::3, :, 0] = torch.tensor([0, S_kv])
-    p = plan_pieces(made, ranges.to(device), None, None, S_kv, tile=tile, segments=plan_segments(made, ids_q, ids_k))
+    p = plan_pieces(
+        builder, ranges.to(builder.device), None, None, S_kv, tile=tile, segments=plan_segments(builder, ids_q, ids_k)
+    )
     q, k = ids_q.cpu().numpy(), ids_k.cpu().numpy()
     seen = (k[:, None] == q[:, :, None]) | (k[:, None] == any_id)
     whole = np.zeros((B, S, 13 * tile), bool)
@@ -134,17 +133,15 @@ def test_segments_leave_tiles_out(device, kind, index):
 
 
 @pytest.mark.parametrize("cu", [[9, 4, -3, 700], [0, 99], [-5, -1], [7], [0, 0, 0]])
-def test_senseless_boundaries_stay_inside(device, cu):
-    made = Poisoned(torch.device(device), None if GPU else DeviceProps(4, "cuda", 90))
-    cu = torch.tensor(cu, device=device)
-    p = plan_pieces(made, odd_ranges(1, 12, 2, 4, 12).to(device), cu, None, 12, count=True, tile=16)
+def test_senseless_boundaries_stay_inside(builder, cu):
+    cu = torch.tensor(cu, device=builder.device)
+    p = plan_pieces(builder, odd_ranges(1, 12, 2, 4, 12).to(builder.device), cu, None, 12, count=True, tile=16)
     assert (p.starts >= 0).all() and (p.ends <= 12).all() and (p.starts <= p.ends).all()
 
 
 @pytest.mark.parametrize(("B", "S", "r", "S_kv"), [(0, 3, 2, 9), (1, 0, 2, 9), (1, 3, 0, 9), (1, 3, 2, 0)])
-def test_empty_inputs(device, B, S, r, S_kv):
-    made = Poisoned(torch.device(device), None if GPU else DeviceProps(4, "cuda", 90))
-    ranges = torch.randint(-3, 12, (B, S, 2, r, 2), device=device)
-    p = plan_pieces(made, ranges, None, None, S_kv, count=True, tile=16)
+def test_empty_inputs(builder, B, S, r, S_kv):
+    ranges = torch.randint(-3, 12, (B, S, 2, r, 2), device=builder.device)
+    p = plan_pieces(builder, ranges, None, None, S_kv, count=True, tile=16)
     assert p.starts.shape == (B, 2, S, r) and torch.equal(p.starts, p.ends)
     assert p.sel.shape == (B, 2, -(-S // 32), -(-S_kv // 16)) and not p.sel.any()
