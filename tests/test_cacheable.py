@@ -176,39 +176,12 @@ def test_a_routed_model_is_cached(name, train):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("name", ["e79", "mhc", "selection"])
-def test_a_routed_model_is_saved_by_itself(name, tmp_path):
-    """Compiles as servers do: a backend that keeps what ``standalone_compile`` returns."""
-    model, args, routed = _model(name)
-    kept: list[Any] = []
+def _saved(fn: Callable[..., Any], args: tuple[Any, ...], path: str, enabled: bool = True) -> tuple[Any, list[Any]]:
+    """Compiles as servers do, with a backend that saves what ``standalone_compile`` returns.
 
-    def fn(*given: Any) -> Any:
-        return model(*given)[0] if name == "e79" else model(*given)
-
-    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        artifact = torch._inductor.standalone_compile(gm, example_inputs)
-        artifact.save(path=str(tmp_path / "saved"), format="unpacked")
-        kept.append(artifact)
-        return lambda *given: artifact(*given)
-
-    mhc_inductor.enable()
-    try:
-        before = mhc_inductor.counters().get(f"routed {routed}", 0)
-        with torch.no_grad():
-            got = torch.compile(fn, backend=backend, fullgraph=True)(*args)
-        assert mhc_inductor.counters()[f"routed {routed}"] > before and len(kept) == 1
-    finally:
-        mhc_inductor.disable()
-    assert (tmp_path / "saved").exists()
-    with torch.no_grad():
-        want = fn(*args)
-    assert torch.allclose(got, want, atol=1e-4)
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_an_e79_scan_is_saved_and_loaded(enabled, tmp_path):
-    args = _scan(bias="input")
-    path, inputs = str(tmp_path / "saved"), []
+    Returns the results of ``fn``, and the inputs of each call of the artifact.
+    """
+    inputs: list[Any] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         artifact = torch._inductor.standalone_compile(gm, example_inputs)
@@ -223,10 +196,31 @@ def test_an_e79_scan_is_saved_and_loaded(enabled, tmp_path):
     if enabled:
         mhc_inductor.enable()
     try:
-        got = torch.compile(mhc_inductor.e79_scan, backend=backend, fullgraph=True)(*args)
-        with fresh_cache():
-            loaded = torch._inductor.CompiledArtifact.load(path=path, format="unpacked")(*inputs[0])
+        return torch.compile(fn, backend=backend, fullgraph=True)(*args), inputs
     finally:
         mhc_inductor.disable()
+
+
+@pytest.mark.parametrize("name", ["e79", "mhc", "selection"])
+def test_a_routed_model_is_saved_by_itself(name, tmp_path):
+    model, args, routed = _model(name)
+
+    def fn(*given: Any) -> Any:
+        return model(*given)[0] if name == "e79" else model(*given)
+
+    before = mhc_inductor.counters().get(f"routed {routed}", 0)
+    with torch.no_grad():
+        got, calls = _saved(fn, args, str(tmp_path / "saved"))
+        want = fn(*args)
+    assert mhc_inductor.counters()[f"routed {routed}"] > before and len(calls) == 1
+    assert (tmp_path / "saved").exists() and torch.allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_an_e79_scan_is_saved_and_loaded(enabled, tmp_path):
+    args, path = _scan(bias="input"), str(tmp_path / "saved")
+    got, calls = _saved(mhc_inductor.e79_scan, args, path, enabled)
+    with fresh_cache():
+        loaded = torch._inductor.CompiledArtifact.load(path=path, format="unpacked")(*calls[0])
     assert all(any(torch.equal(g, t) for t in loaded) for g in got)
     assert all(torch.allclose(g, w, atol=1e-5) for g, w in zip(got, mhc_inductor.e79_scan(*args), strict=True))
