@@ -339,13 +339,12 @@ def test_keys_of_other_segments_do_not_leak(device, path, r):
         assert not found[0][name][:, :, unseen[0]].any() and found[0][name].any()
 
 
-@pytest.mark.parametrize("path", [*PATHS, "by shape"])
+@pytest.mark.parametrize(("path", "segments"), [*product([*PATHS, "by shape"], [None]), ("tiles", "mixed")])
 @pytest.mark.parametrize(
     "sizes",
     [{"B": 0}, {"S": 0}, {"S_kv": 0}, {"r": 0}, {"kind": "none"}, {"B": 1, "S": 1, "S_kv": 0, "r": 100}],
     ids=str,
 )
-@pytest.mark.parametrize("segments", [None, "mixed"])
 def test_empty_inputs(device, path, sizes, segments):
     made = {"kind": "all", "dtype": F32, "S": 20 if path == "many" else 5, "S_kv": 70, "h": 4, "Dk": 16, **sizes}
     inputs = h.make_inputs(**made, sink=True, segments=segments, device=device)
