@@ -212,14 +212,14 @@ FAULTS = (
         "mhc_inductor/ops/registry.py",
         "def _double_grad(name: str, ctx: Any, *grads: Any) -> None:\n",
         "def _double_grad(name: str, ctx: Any, *grads: Any) -> None:\n    return None\n",
-        "test_ops_mhc.py::test_double_backward_is_refused_never_zero",
+        "test_ops_contract.py::test_double_backward_is_refused_never_zero",
     ),
     Fault(
         "an argument of a wrong shape reaches a kernel",
         "mhc_inductor/ops/checks.py",
         "torch._check_value(got == want, message)",
         "pass",
-        "test_ops_mhc.py::test_bad_input_of_post",
+        "test_ops_bad_input.py::test_a_wrong_shape_is_named",
     ),
     Fault(
         "a gradient is added that is computed only later",

@@ -8,12 +8,11 @@ import math
 
 import pytest
 import torch
-from torch.library import opcheck
 
 import mhc_inductor
 from mhc_inductor.nn import NativeSparseAttention, SelectionAttention
 from mhc_inductor.reference import selection_blocks
-from tests.oracles.selection import block_picks, error, make_inputs, oracle
+from tests.oracles.selection import block_picks, choice, error, make_inputs, oracle
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor
@@ -118,16 +117,6 @@ def chosen_blocks(q, k, lse, scale, length, stride, block, count, s_kv):
     return found, margin
 
 
-def choice(S=50, S_kv=50, N=11, dtype=F64):
-    g = torch.Generator().manual_seed(0)
-    q = torch.randn((2, S, 2, 3, 8), generator=g, dtype=F64).to(dtype)
-    k = torch.randn((2, 2, N, 8), generator=g, dtype=F64).to(dtype)
-    seen = ((torch.arange(S) + S_kv - S + 1 - 8).div(4, rounding_mode="floor") + 1).clamp(0, N)
-    ranges = torch.stack((seen * 0, seen), -1).view(1, S, 1, 1, 2).expand(2, S, 2, 1, 2)
-    _, lse = mhc_inductor.selection_attention(q, k, k, ranges, return_lse=True)
-    return q, k, lse, 8**-0.5, 8, 4, 8, 5, S_kv
-
-
 @pytest.mark.parametrize(("S", "S_kv", "N"), [(50, 50, 11), (3, 47, 10), (1, 64, 15), (5, 5, 0)])
 @pytest.mark.parametrize("chunk", [2**24, 200])
 def test_blocks_are_chosen_by_the_definition(S, S_kv, N, chunk, monkeypatch):
@@ -140,36 +129,6 @@ def test_blocks_are_chosen_by_the_definition(S, S_kv, N, chunk, monkeypatch):
     for at, blocks in want.items():
         named = [j for j in got[at].tolist() if j >= 0]
         assert len(named) == len(set(named)) and set(named) == blocks
-
-
-def test_opcheck_of_the_choice():
-    for args in (choice(), choice(3, 47, 10, F32), choice(5, 5, 0)):
-        opcheck(OPS.selection_blocks.default, args)
-    *tensors, scale, length, stride, block, count, s_kv = choice()
-    stacked = [torch.stack((t, t.flip(0))) for t in tensors]
-    choose = lambda q, k, lse: OPS.selection_blocks(q, k, lse, scale, length, stride, block, count, s_kv)  # noqa: E731
-    got = torch.vmap(choose)(*stacked)
-    assert torch.equal(got[0], choose(*tensors)) and torch.equal(got[1], got[0].flip(0))
-
-
-@pytest.mark.parametrize(
-    ("position", "value", "message"),
-    [
-        (0, torch.zeros(2, 50, 6, 8, dtype=F64), r"q must have shape \[B, S, G, h, D\]"),
-        (1, torch.zeros(2, 2, 11), r"k must have shape \[B, G, N, D\]"),
-        (1, torch.zeros(2, 3, 11, 8), r"k must have shape \[B, G, N, D\] = "),
-        (2, torch.zeros(2, 50, 2), r"lse must have shape \[B, S, G, h\]"),
-        (4, 6, "multiples of stride, got length 6"),
-        (7, 2, "count must be at least 3"),
-    ],
-)
-@pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_bad_input_of_the_choice_is_named(position, value, message, where):
-    args = list(choice())
-    args[position] = value
-    args = [a.to(where) if isinstance(a, torch.Tensor) else a for a in args]
-    with pytest.raises(ValueError, match="selection_blocks: .*" + message):
-        OPS.selection_blocks(*args)
 
 
 # --- NativeSparseAttention against one query after the other ------------------------------------------------

@@ -5,48 +5,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_ops_mhc import (
-    coefficients_backward_sample,
-    fused_backward_sample,
-    fused_sample,
-    head_backward_sample,
-    head_sample,
-    pre_backward_sample,
-    pre_sample,
-    single_pass_backward_sample,
-    single_pass_sample,
-)
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.library import opcheck
 
 import mhc_inductor
 from mhc_inductor.nn import CONVENTIONS, HyperConnection, HyperHead
+from mhc_inductor.ops import registry
 from tests.oracles import mhc as h
 from tests.oracles import single_pass as one
 from tests.oracles.mhc import HEAD_OPTIONS, OPS, PRE_OPTIONS, compare, make_inputs, relative, upstream
-from tests.oracles.op_contract import check_outputs, op, trainable
+from tests.oracles.op_contract import check_outputs, op
+from tests.oracles.samples import sample, trainable
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 EXACT = 1e-12
 OUTSIDE = {"norm_eps": 0.1, "norm_form": "outside"}
 """An eps that tells the two forms apart."""
-FORWARD = {
-    "mhc_pre": pre_sample,
-    "mhc_coefficients": pre_sample,
-    "mhc_head": head_sample,
-    "mhc_post_pre": fused_sample,
-    "mhc_post_head": lambda **v: fused_sample(head=True, **v),
-    "mhc_single_pass": single_pass_sample,
-}
-BACKWARD = {
-    "mhc_pre_backward": pre_backward_sample,
-    "mhc_coefficients_backward": coefficients_backward_sample,
-    "mhc_head_backward": head_backward_sample,
-    "mhc_post_pre_backward": fused_backward_sample,
-    "mhc_post_head_backward": lambda **v: fused_backward_sample(head=True, **v),
-    "mhc_single_pass_backward": single_pass_backward_sample,
-}
+NAMES = [name for name in registry.REFERENCE if registry.argument_names(name)[-1] == "norm_form"]
 
 
 # --- the specification --------------------------------------------------------------------------------------
@@ -131,18 +107,18 @@ def outside(args: tuple[object, ...], name: str) -> tuple[object, ...]:
     return tuple(named[k] for k in names)
 
 
-@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_contract(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)  # dalpha is a sum that may cancel
-    args = outside({**FORWARD, **BACKWARD}[name](dtype=dtype), name)
-    opcheck(op(name), args if name in BACKWARD else trainable(args))
-    check_outputs(name, args, relative, 2e-5)
+    args = outside(sample(name, dtype=dtype), name)
+    opcheck(op(name), trainable(name, args))
+    check_outputs(name, args)
 
 
-@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+@pytest.mark.parametrize("name", NAMES)
 def test_calls_without_the_argument_are_as_before(name: str) -> None:
-    args = {**FORWARD, **BACKWARD}[name]()
+    args = sample(name)
     assert op(name)._schema.arguments[-1].name == "norm_form" and len(args) == len(op(name)._schema.arguments) - 1
     for a, b in zip(op(name)(*args), op(name)(*args, "inside"), strict=True):
         assert torch.equal(a, b)
@@ -162,9 +138,9 @@ def test_vmap(form: str) -> None:
     assert relative(rows, each) < 1e-5
 
 
-@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+@pytest.mark.parametrize("name", NAMES)
 def test_another_word_is_refused(name: str) -> None:
-    args = {**FORWARD, **BACKWARD}[name]()
+    args = sample(name)
     with pytest.raises(ValueError, match=r"norm_form must be one of \('inside', 'outside'\).*got 'under'"):
         op(name)(*args, "under")
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:

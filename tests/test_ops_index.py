@@ -6,15 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.func import grad, vmap
-from torch.library import opcheck
 
-import mhc_inductor
 from mhc_inductor import index_scores, index_topk
 from mhc_inductor.reference import index as reference
 from tests.oracles import index as h
-from tests.oracles.op_contract import check_outputs, op, trainable
-from tests.tools.deterministic import deterministic_algorithms
+from tests.oracles.samples import sample
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor
@@ -31,65 +27,10 @@ def error(a, b):
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
-# --- samples of the ops -------------------------------------------------------------------------------------
-
-
-def scores_sample(kind="causal", **kwargs):
-    args = h.make_inputs(**kwargs)
-    return (*args, 0.5, *h.visibility(kind, *args[:2]))
-
-
-def backward_sample(kind="causal", **kwargs):
-    args = scores_sample(kind, **kwargs)
-    scores = OPS.index_scores(*args)
-    return (torch.randn(scores.shape, dtype=scores.dtype), *args)
-
-
-def topk_sample(kind="causal", topk=4, **kwargs):
-    args = scores_sample(kind, **kwargs)
-    return (*args[:3], topk, *args[3:])
-
-
-VARIANTS = {
-    **{kind: {"kind": kind} for kind in h.KINDS},
-    "fp64": {"dtype": F64},
-    "bf16": {"dtype": BF16, "kind": "everything"},
-    "fp16-weights": {"dtype": F16, "w_dtype": F16},
-    "one_query": {"S": 1},
-}
-MAKERS = {
-    "index_scores": scores_sample,
-    "index_scores_backward": backward_sample,
-    **dict.fromkeys(("index_topk", "index_topk_scores"), topk_sample),
-}
-SAMPLES = [
-    pytest.param(name, sample, v, id=f"{name}-{k}") for name, sample in MAKERS.items() for k, v in VARIANTS.items()
-]
-
-
-@pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
-def test_opcheck(name, sample, variant):
-    args = sample(**variant)
-    # The backward op raises when differentiated, by design; the choice is of integers.
-    opcheck(op(name), trainable(args) if name == "index_scores" else args)
-
-
-@pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
-def test_outputs_are_fresh_contiguous_and_as_the_fake_says(name, sample, variant):
-    args = sample(**variant)
-    if "topk" not in name:
-        return check_outputs(name, args, error)
-    got = op(name)(*args)
-    fake = op(name)(*[a.to("meta") if isinstance(a, torch.Tensor) else a for a in args])
-    for a, b in zip(got, fake, strict=True) if isinstance(got, tuple) else [(got, fake)]:
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-    return None
-
-
 @pytest.mark.parametrize("kind", h.KINDS)
 @pytest.mark.parametrize("dtype", [BF16, F32, F64])
 def test_the_scores_of_chosen_keys_are_those_of_index_scores(kind, dtype):
-    args = topk_sample(kind, dtype=dtype)
+    args = sample("index_topk_scores", kind=kind, dtype=dtype)
     q, k, w = (t.abs_() for t in args[:3])  # no product of 0, whose NaN would be chosen first
     w[0], q[1, 1, 1, 0], k[1, 0, 0] = -torch.inf, torch.nan, torch.inf
     chosen, scores = OPS.index_topk_scores(*args)
@@ -174,142 +115,6 @@ def test_gradients_against_fp64(dtype, needed):
         assert error(a, b) < 2 * torch.finfo(a.dtype).eps + (1e-13 if dtype is F64 else 1e-6)
 
 
-def test_only_what_is_needed_is_computed_and_indices_have_no_gradient():
-    q, k, w = (t.requires_grad_() for t in h.make_inputs())
-    assert not index_topk(q, k, w, 3).requires_grad
-    scores = index_scores(q, k, w)
-    (dq,) = torch.autograd.grad(scores.sum(), q)
-    assert dq.shape == q.shape
-
-
-def test_double_backward_raises():
-    q, k, w = (t.requires_grad_() for t in h.make_inputs())
-    (dq,) = torch.autograd.grad(index_scores(q, k, w).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward is not supported: index_scores_backward"):
-        dq.sum().backward()
-
-
-# --- torch.func, autocast -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["all", "row_mask", "everything"])
-@pytest.mark.parametrize("batched", ["all", "queries"])
-def test_vmap(kind, batched):
-    args = h.make_inputs(4, 5, 9)
-    visible = h.visibility(kind, *args[:2])
-    inputs = [None if t is None else t.unflatten(0, (2, 2)) for t in (*args, *visible)]
-    dims = [None if t is None else 0 for t in inputs]
-    if batched == "queries":
-        for i in (1, 4, 6):
-            if inputs[i] is not None:
-                inputs[i], dims[i] = inputs[i][0], None
-
-    def scores(q, k, w, *visible):
-        return OPS.index_scores(q, k, w, 0.5, *visible)
-
-    def choice(q, k, w, *visible):
-        return OPS.index_topk(q, k, w, 3, 0.5, *visible)
-
-    for fn in (scores, choice):
-        rows = [fn(*[t if d is None else t[i] for t, d in zip(inputs, dims, strict=True)]) for i in range(2)]
-        assert torch.allclose(vmap(fn, in_dims=tuple(dims))(*inputs).double(), torch.stack(rows).double())
-    moved = [t if d is None else t.movedim(0, 1) for t, d in zip(inputs, dims, strict=True)]
-    rows = [scores(*[t if d is None else t[i] for t, d in zip(inputs, dims, strict=True)]) for i in range(2)]
-    got = vmap(scores, in_dims=tuple(None if d is None else 1 for d in dims))(*moved)
-    assert torch.allclose(got, torch.stack(rows))
-
-
-def test_vmap_of_grad():
-    q, k, w = h.make_inputs(4, 5, 9)
-    each = vmap(grad(lambda q, k, w: index_scores(q, k, w).square().sum(), argnums=(0, 1, 2)))
-    got = each(*(t.unflatten(0, (2, 2)) for t in (q, k, w)))
-    leaves = [t.clone().requires_grad_() for t in (q, k, w)]
-    want = torch.autograd.grad(index_scores(*leaves).square().sum(), leaves)
-    for a, b in zip(got, want, strict=True):
-        assert torch.allclose(a.flatten(0, 1), b, rtol=1e-5, atol=1e-5)
-
-
-def test_autocast_changes_nothing():
-    args = h.make_inputs()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(index_scores(*args), index_scores(*args)) and index_scores(*args).dtype is F32
-        chosen, scores = index_topk(*args, 3), index_scores(*args)
-    assert torch.equal(chosen, index_topk(*args, 3)) and torch.equal(scores, index_scores(*args))
-
-
-def test_two_runs_are_equal_in_deterministic_mode():
-    args = h.make_inputs(1, 30, 60)
-    with deterministic_algorithms():
-        assert torch.equal(index_scores(*args), index_scores(*args))
-        assert torch.equal(index_topk(*args, 9), index_topk(*args, 9))
-
-
-# --- validation ---------------------------------------------------------------------------------------------
-
-
-def _changed(**changes):
-    q, k, w = h.make_inputs()
-    return {"q": q, "k": k, "w": w, "topk": 3, **changes}
-
-
-WRONG = {
-    "q": (ValueError, "q must have shape .B, S, H, D", {"q": torch.zeros(2, 5, 8)}),
-    "k": (ValueError, r"k must have shape \[B, T, D\]", {"k": torch.zeros(2, 9, 7)}),
-    "k_batch": (ValueError, r"k must have shape \[B, T, D\]", {"k": torch.zeros(3, 9, 8)}),
-    "w": (ValueError, r"w must have shape \[B, S, H\]", {"w": torch.zeros(2, 5, 4)}),
-    "heads": (ValueError, "H of at least 1", {"q": torch.zeros(2, 5, 0, 8), "w": torch.zeros(2, 5, 0)}),
-    "width": (ValueError, "D of at least 1", {"q": torch.zeros(2, 5, 3, 0), "k": torch.zeros(2, 9, 0)}),
-    "k_dtype": (TypeError, "k must have q's dtype", {"k": torch.zeros(2, 9, 8, dtype=BF16)}),
-    "w_fp64": (TypeError, "w may be float64 only where q is", {"w": torch.zeros(2, 5, 3, dtype=F64)}),
-    "topk_above": (ValueError, "topk must be at most T = 9, the number of keys, got 10", {"topk": 10}),
-    "topk_below": (ValueError, "topk must be at least 0, got -1", {"topk": -1}),
-    "scale": (
-        ValueError,
-        "scale must be finite and at least 0 .put a negative scale into w., got -1.0",
-        {"scale": -1.0},
-    ),
-    "scale_inf": (ValueError, "scale must be finite", {"scale": float("inf")}),
-    "limit": (ValueError, r"limit must have shape \[B, S\]", {"limit": torch.zeros(2, 4, dtype=torch.int32)}),
-    "limit_dtype": (TypeError, "limit must be int32 or int64", {"limit": torch.zeros(2, 5)}),
-    "mask": (
-        ValueError,
-        r"mask must broadcast to \[B, S, T\] = \[2, 5, 9\], got \[2, 5, 8\]",
-        {"mask": torch.ones(2, 5, 8).bool()},
-    ),
-    "mask_dims": (ValueError, r"mask must broadcast to .* got \[1, 2, 5, 9\]", {"mask": torch.ones(1, 2, 5, 9).bool()}),
-    "mask_dtype": (TypeError, "mask must be bool, got torch.float32", {"mask": torch.ones(2, 5, 9)}),
-    "segments": (
-        ValueError,
-        "segments_k must be given where segments_q is",
-        {"segments_q": torch.zeros(2, 5, dtype=torch.int32)},
-    ),
-    "segments_q": (
-        ValueError,
-        "segments_q must be given where segments_k is",
-        {"segments_k": torch.zeros(2, 9, dtype=torch.int32)},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_bad_input_is_named(case):
-    kind, message, changes = WRONG[case]
-    with pytest.raises(kind, match="^index_topk: (q.* must have )?" + message):
-        index_topk(**_changed(**changes))
-    if "topk" not in changes:
-        given = _changed(**changes)
-        del given["topk"]
-        with pytest.raises(kind, match="^index_scores: (q.* must have )?" + message):
-            index_scores(**given)
-
-
-def test_bad_input_is_named_while_tracing():
-    given = _changed(topk=10)
-    with pytest.raises(Exception, match="index_topk: topk must be at most T = 9"):
-        torch.compile(lambda: index_topk(**given), backend="eager", fullgraph=True)()
-    torch._dynamo.reset()
-
-
 # --- memory -------------------------------------------------------------------------------------------------
 
 
@@ -360,7 +165,3 @@ def test_compiled_on_a_cpu(backend):
             assert torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-5)
     assert counter.frame_count == 1
     torch._dynamo.reset()
-
-
-def test_the_public_functions_are_exported():
-    assert mhc_inductor.index_topk is index_topk and mhc_inductor.index_scores is index_scores

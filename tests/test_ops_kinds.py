@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from test_ops_boundaries import GOOD, OP_SAMPLES, _given
+from test_ops_boundaries import GOOD, _given
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,11 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_inductor
 from mhc_inductor.ops import registry
-from mhc_inductor.ops.dims import results, source_of
-from tests.oracles.op_contract import op
+from tests.oracles.op_contract import op, outputs
+from tests.oracles.samples import OP_SAMPLES, trainable
 
-_QK = (torch.randn(1, 3, 1, 2, 16), torch.randn(1, 1, 4, 16), torch.randn(1, 3, 1, 2))
-SAMPLES = {**OP_SAMPLES, "selection_blocks": (*_QK, 0.25, 2, 1, 2, 3, 8)}
 # Without one of them a fake of it would be a fake of another kind, or no fake can be made.
 FAKEABLE = ("complex", "fp8", "sparse")
 
@@ -56,16 +54,11 @@ def _refusal(call: Any, name: str, argument: str) -> str:
     return "nothing raised"
 
 
-def test_every_op_has_a_sample():
-    assert registry.REFERENCE.keys() == SAMPLES.keys()
-    op("selection_blocks")(*SAMPLES["selection_blocks"])
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", OP_SAMPLES)
 def test_other_kinds_of_tensors_are_named(name, caplog):
     caplog.set_level(logging.CRITICAL, "torch._subclasses.fake_tensor")
-    sample, wrong = SAMPLES[name], []
+    sample, wrong = OP_SAMPLES[name], []
     for i, argument in enumerate(a.name for a in op(name)._schema.arguments[: len(sample)]):
         if not isinstance(sample[i], Tensor):
             continue
@@ -83,10 +76,10 @@ def test_other_kinds_of_tensors_are_named(name, caplog):
     assert len(wrong) > 4 and [w for w in wrong if w[-1]] == []
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", OP_SAMPLES)
 def test_fake_tensors_outside_of_their_mode(name):
     """Checks that fakes among real tensors are named, and that fakes alone, and meta tensors, give shapes."""
-    sample = SAMPLES[name]
+    sample = OP_SAMPLES[name]
     names = [a.name for a in op(name)._schema.arguments]
     at = [i for i, a in enumerate(sample) if isinstance(a, Tensor)]
     mode = FakeTensorMode()
@@ -98,9 +91,7 @@ def test_fake_tensors_outside_of_their_mode(name):
     want = op(name)(*sample)
     for made in (mode.from_tensor, lambda t: t.detach().to("meta")):
         got = op(name)(*[made(a) if isinstance(a, Tensor) else a for a in sample])
-        pairs = zip(
-            (want,) if isinstance(want, Tensor) else want, (got,) if isinstance(got, Tensor) else got, strict=True
-        )
+        pairs = zip(outputs(want), outputs(got), strict=True)
         assert all((a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()) for a, b in pairs)
 
 
@@ -234,16 +225,11 @@ def test_reverse_mode_transforms_of_compiled_functions(fresh):
 @pytest.mark.parametrize("name", [name for name in OP_SAMPLES if f"{name}_backward" in registry.REFERENCE])
 def test_a_gradient_reads_each_saved_tensor_once(name: str) -> None:
     """Checkpointing refuses a second reading; the gradients are those without it."""
-    taught = {source_of(result) for result in results(f"{name}_backward")}
-    sample = [
-        a.detach().clone().requires_grad_() if argument in taught and isinstance(a, Tensor) else a
-        for argument, a in zip(registry.argument_names(name), OP_SAMPLES[name], strict=False)
-    ]
+    sample = trainable(name, OP_SAMPLES[name])
     leaves = [a for a in sample if isinstance(a, Tensor) and a.requires_grad]
 
     def loss(*args: Any) -> Tensor:
-        out = op(name)(*args)
-        found: Tensor = sum(t.square().sum() for t in (out if isinstance(out, tuple) else (out,)) if t.requires_grad)
+        found: Tensor = sum(t.square().sum() for t in outputs(op(name)(*args)) if t.requires_grad)
         return found
 
     want = torch.autograd.grad(loss(*sample), leaves, allow_unused=True)

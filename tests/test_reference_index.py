@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import mhc_inductor
 from mhc_inductor.reference import index as reference
 from tests.oracles import index as h
 
@@ -101,18 +100,6 @@ def test_chunks_cover_every_query_once(batch, queries, per, most, tile):
         assert size * per <= max(most, tile * per) and (s.start % tile == 0)
         found[b, s] += 1
     assert (found == 1).all()
-
-
-@pytest.mark.parametrize("kind", h.KINDS)
-def test_gradients_are_those_of_fp64(kind):
-    q, k, w = (t.requires_grad_() for t in h.make_inputs(1, 3, 5, 2, 4, F64))
-    visible = h.visibility(kind, q, k)
-    see = h.seen(q, k, visible)
-
-    def scores(q, k, w):
-        return mhc_inductor.ops.index.call("index_scores", q, k, w, 0.7, *visible).masked_fill(~see, 0.0)
-
-    assert torch.autograd.gradcheck(scores, (q, k, w))
 
 
 def test_gradients_of_hidden_keys_are_ignored():

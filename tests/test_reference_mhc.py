@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
-import mhc_inductor  # noqa: F401  (registers the ops)
+import mhc_inductor
 from mhc_inductor.reference import mhc as reference
+from tests.oracles import single_pass as one
 from tests.oracles.mhc import (
     HEAD_OPTIONS,
     MISTAKES,
@@ -17,57 +16,81 @@ from tests.oracles.mhc import (
     RECORD,
     compare,
     make_inputs,
-    make_post_inputs,
     oracle_head,
-    oracle_post,
     oracle_pre,
     oracle_sinkhorn,
     relative,
-    run_head,
-    run_post,
-    run_pre,
     sinkhorn,
     upstream,
 )
 
+BF16, F32 = torch.bfloat16, torch.float32
 EXACT = 1e-12
+LAYER = ("h_in", "h_post", "h_res")
 FORMS = [(0, "softmax"), (1, "softmax"), (20, "softmax"), (1, "exp"), (20, "exp"), (1, "exp_eps"), (20, "exp_eps")]
 
 
-def check_pre(inputs, options=None, tolerance=EXACT):
-    up = upstream({k: t for k, t in oracle_pre(inputs, None, options).items() if k in ("h_in", "h_post", "h_res")})
-    up = {k: t.to(inputs["x"].dtype if k == "h_in" else reference.acc_dtype(inputs["x"].dtype)) for k, t in up.items()}
-    return compare(run_pre(inputs, up, options), oracle_pre(inputs, up, options), tolerance)
+ALL = [name for name in one.FORMULAS if name != "coefficients"]
+
+
+def check(name, inputs, transpose=True, options=None, tolerance=EXACT):
+    """Asserts that an op's results and gradients are the oracle's; returns them."""
+    _, run, oracle, outputs = one.FORMULAS[name]
+    out = run(inputs, transpose, None, options)
+    up = upstream({k: out[k] for k in outputs})
+    got = run(inputs, transpose, up, options)
+    errors = compare(got, oracle(inputs, transpose, out.get("x_out"), up, options), tolerance)
+    assert {f"d{k}" for k, t in inputs.items() if t is not None} <= errors.keys()
+    return got
+
+
+def _made(name):
+    """Returns the kinds of inputs that an op has: without a residual matrix, its coefficients, the norm's weight."""
+    whole = [{}, {"gamma": False}, {"full": False}, {"full": False, "gamma": False}]
+    if name in ("post", "post_head"):
+        return [{}, {"residual": False}]
+    kinds = {"pre": whole, "head": whole[:2], "post_pre": whole[:3], "single_pass": [*whole[:3], {"residual": False}]}[
+        name
+    ]
+    return [*kinds, *({**kind, "residual": False} for kind in kinds if name == "post_pre")]
 
 
 @pytest.mark.parametrize("n", range(2, 9))
-@pytest.mark.parametrize("full", [True, False], ids=["full", "2n"])
-@pytest.mark.parametrize("gamma", [True, False], ids=["gamma", "plain"])
-def test_pre_and_its_gradients(n, full, gamma):
-    errors = check_pre(make_inputs((2, 3), n, 24, full=full, gamma=gamma))
-    assert {"dx", "dphi", "dalpha", "dbias"} <= errors.keys() and ("dgamma" in errors) == gamma
+@pytest.mark.parametrize("transpose", [False, True], ids=["R", "RT"])
+@pytest.mark.parametrize(("name", "made"), [(name, made) for name in ALL for made in _made(name)], ids=str)
+def test_results_and_gradients(name, made, transpose, n):
+    balanced = name in ("post_pre", "single_pass") and "full" not in made
+    check(name, one.FORMULAS[name][0]((2, 3), n, 20, **made), transpose, {"sinkhorn_iters": 2} if balanced else None)
+
+
+@pytest.mark.parametrize("lead", [(0,), (1,), (), (2, 0), (1, 1, 3)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", ALL)
+def test_no_token_one_token_any_leading_dimensions(name, lead, dtype):
+    inputs = one.FORMULAS[name][0](lead, 4, 16, dtype)
+    got = check(name, inputs, tolerance=2e-5)
+    if name == "post":
+        assert mhc_inductor.mhc_sinkhorn(inputs["h_res"]).shape == (*lead, 4, 4)
+    if 0 in lead:
+        assert all((got[f"d{k}"] == 0).all() and got[f"d{k}"].numel() for k in inputs.keys() & set(one.PARAMS))
 
 
 @pytest.mark.parametrize(("iters", "form"), FORMS)
 def test_pre_through_sinkhorn(iters, form):
-    check_pre(make_inputs((5,), 4, 20), {"sinkhorn_iters": iters, "sinkhorn_form": form, "sinkhorn_eps": 1e-3})
+    options = {"sinkhorn_iters": iters, "sinkhorn_form": form, "sinkhorn_eps": 1e-3}
+    check("pre", make_inputs((5,), 4, 20), options=options)
 
 
-def test_pre_with_every_constant_off_its_default():
+@pytest.mark.parametrize("form", ["softmax", "exp"])
+@pytest.mark.parametrize("name", ["pre", "post_pre", "single_pass", "coefficients"])
+def test_every_constant_off_its_default(name, form):
     options = {"norm_eps": 0.3, "hc_eps": 0.07, "post_mult": 3.1, "post_eps": 0.4, "sinkhorn_eps": 0.01}
-    check_pre(make_inputs((4,), 3, 20), {**options, "sinkhorn_iters": 3})
+    check(name, one.FORMULAS[name][0]((4,), 3, 20), False, {**options, "sinkhorn_iters": 3, "sinkhorn_form": form})
 
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_pre_mistakes_made_before(case):
-    check_pre(make_inputs(**MISTAKES[case]), tolerance=EXACT)
-
-
-@pytest.mark.parametrize("gone", ["h_in", "h_post", "h_res"])
-def test_pre_backward_takes_none_for_zero(gone):
-    inputs = make_inputs((3,), 4, 16)
-    up = upstream({k: t for k, t in oracle_pre(inputs).items() if k in {"h_in", "h_post", "h_res"} - {gone}})
-    compare(run_pre(inputs, up), oracle_pre(inputs, up), EXACT)
+    check("pre", make_inputs(**MISTAKES[case]))
 
 
 @pytest.mark.parametrize("head", [True, False], ids=["head", "pre"])
@@ -96,7 +119,7 @@ def test_dx_acc_is_added_before_the_rounding(head):
 def test_pre_intermediates_agree_with_the_closed_form():
     """Compares dh_mix, dinv and G separately with the formulas, since mistakes show in the intermediates."""
     inputs = make_inputs((2, 5), 4, 24)
-    up = upstream({k: t for k, t in oracle_pre(inputs).items() if k in ("h_in", "h_post", "h_res")})
+    up = upstream({k: t for k, t in oracle_pre(inputs).items() if k in LAYER})
     want = oracle_pre(inputs, up)
     x, phi, alpha, _, gamma = inputs.values()
     s, h = want["h_pre"] - 1e-6, want["h_post"]
@@ -114,11 +137,10 @@ def test_pre_intermediates_agree_with_the_closed_form():
 
 def test_example_shape_in_fp32_arithmetic():
     """Tests the specification's example shape with bf16 x, fp32 parameters and standard normal phi."""
-    inputs = make_inputs(**RECORD, dtype=torch.bfloat16, phi_std=1.0)
-    up = upstream({k: t for k, t in run_pre(inputs).items() if k in ("h_in", "h_post", "h_res")})
-    got, want = run_pre(inputs, up), oracle_pre(inputs, up)
-    errors = compare(got, want, 2e-5)
-    assert all(errors[k] < 5e-6 for k in ("dphi", "dalpha", "dbias", "dgamma", "h_mix", "inv_rms")), errors
+    got = check("pre", inputs := make_inputs(**RECORD, dtype=BF16, phi_std=1.0), tolerance=2e-5)
+    want = oracle_pre(inputs, upstream({k: got[k] for k in LAYER}))
+    exact = ("dphi", "dalpha", "dbias", "dgamma", "h_mix", "inv_rms")
+    compare({k: got[k] for k in exact}, want, 5e-6)
 
 
 @pytest.mark.parametrize("iters", [0, 1, 2, 20])
@@ -160,16 +182,6 @@ def test_sinkhorn_forms_differ_and_rows_come_first_in_exp():
     assert not torch.allclose(two["softmax"], two["exp"], atol=1e-4)
 
 
-@pytest.mark.parametrize("n", range(2, 9))
-@pytest.mark.parametrize("transpose", [False, True], ids=["R", "RT"])
-@pytest.mark.parametrize("residual", [True, False], ids=["res", "none"])
-def test_post_and_its_gradients(n, transpose, residual):
-    inputs = make_post_inputs((2, 3), n, 20, residual=residual)
-    up = torch.randn(inputs["x"].shape, dtype=torch.float64)
-    errors = compare(run_post(inputs, transpose, up), oracle_post(inputs, transpose, up), EXACT)
-    assert ("dh_res" in errors) == residual
-
-
 def test_post_orientation_by_hand():
     """Uses a matrix that moves stream 1 to stream 0, which exposes a wrong axis."""
     x = torch.stack([torch.full((16,), 10.0), torch.full((16,), 20.0)])
@@ -177,32 +189,3 @@ def test_post_orientation_by_hand():
     zero = torch.zeros(16), torch.zeros(2)
     assert reference.mhc_post(x, *zero, r, False)[:, 0].tolist() == [20.0, 0.0]
     assert reference.mhc_post(x, *zero, r, True)[:, 0].tolist() == [0.0, 10.0]
-
-
-@pytest.mark.parametrize("n", range(2, 9))
-@pytest.mark.parametrize("gamma", [True, False], ids=["gamma", "plain"])
-def test_head_and_its_gradients(n, gamma):
-    inputs = make_inputs((2, 3), n, 20, gamma=gamma, head=True)
-    up = upstream({"h_in": oracle_head(inputs)["h_in"]})
-    compare(run_head(inputs, up), oracle_head(inputs, up), EXACT)
-
-
-@pytest.mark.parametrize("full", [True, False], ids=["full", "2n"])
-def test_gradcheck_of_the_pre_reference(full):
-    inputs = make_inputs((2,), 2, 16, full=full)
-    options = {**PRE_OPTIONS, "sinkhorn_iters": 3 if full else 0}
-    pre = functools.partial(reference.mhc_pre.__wrapped__)
-    args = [t.requires_grad_() for t in inputs.values()]
-    assert torch.autograd.gradcheck(lambda *a: pre(*a, *options.values())[: 3 if full else 2], args, fast_mode=True)
-
-
-def test_gradcheck_of_the_other_references():
-    head = [t.requires_grad_() for t in make_inputs((2,), 2, 16, head=True).values()]
-    assert torch.autograd.gradcheck(lambda *a: reference.mhc_head(*a, *HEAD_OPTIONS.values())[0], head, fast_mode=True)
-    post = [t.requires_grad_() for t in make_post_inputs((2,), 3, 16).values()]
-    for transpose in (False, True):
-        fn = functools.partial(reference.mhc_post, transpose_res=transpose)
-        assert torch.autograd.gradcheck(fn, post, fast_mode=True)
-    logits = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
-    for form in ("softmax", "exp", "exp_eps"):
-        assert torch.autograd.gradcheck(lambda t, form=form: reference.mhc_sinkhorn(t, 4, 1e-3, form), [logits])

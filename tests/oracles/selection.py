@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhc_inductor import ANY_SEGMENT
+from mhc_inductor import ANY_SEGMENT, selection_attention
 from tests.oracles.mhc import relative, rounding
 
 OPS = torch.ops.mhc_inductor
@@ -215,6 +215,19 @@ def make_inputs(
         return inputs
     ids = make_segments(segments, B, S, S_kv, dtype=segment_dtype, seed=seed)
     return inputs | {name: t.to(device) for name, t in zip(SEGMENTS, ids, strict=True)}
+
+
+def choice(
+    S: int = 50, S_kv: int = 50, N: int = 11, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Any, ...]:
+    """Returns the arguments of selection_blocks."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn((2, S, 2, 3, 8), generator=g, dtype=torch.float64).to(dtype)
+    k = torch.randn((2, 2, N, 8), generator=g, dtype=torch.float64).to(dtype)
+    seen = ((torch.arange(S) + S_kv - S + 1 - 8).div(4, rounding_mode="floor") + 1).clamp(0, N)
+    ranges = torch.stack((seen * 0, seen), -1).view(1, S, 1, 1, 2).expand(2, S, 2, 1, 2)
+    _, lse = selection_attention(q, k, k, ranges, return_lse=True)
+    return q, k, lse, 8**-0.5, 8, 4, 8, 5, S_kv
 
 
 def positional(inputs: Mapping[str, Tensor | None], scale: float) -> tuple[Any, ...]:

@@ -7,8 +7,9 @@ autograd.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -149,3 +150,37 @@ def run_collapse(x: Tensor, h_pre: Tensor, dh_in: Tensor) -> dict[str, Tensor]:
     """Runs mhc_collapse and its backward, and names the results as :func:`oracle_collapse` does."""
     dx, dh_pre = h.OPS.mhc_collapse_backward(dh_in, x, h_pre)
     return {"h_in": h.OPS.mhc_collapse(x, h_pre), "dx": dx, "dh_pre": dh_pre}
+
+
+LAYER_UP = ("h_in", "h_post", "h_res")
+FUSED_UP = ("x_out", "h_in", "next_post", "next_res")
+FORMULAS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = {
+    "pre": (
+        h.make_inputs,
+        lambda i, t, u, o: h.run_pre(i, u, o),
+        lambda i, t, x, u, o: h.oracle_pre(i, u, o),
+        LAYER_UP,
+    ),
+    "head": (
+        functools.partial(h.make_inputs, head=True),
+        lambda i, t, u, o: h.run_head(i, u, o),
+        lambda i, t, x, u, o: h.oracle_head(i, u, o),
+        ("h_in",),
+    ),
+    "post": (
+        h.make_post_inputs,
+        lambda i, t, u, o: h.run_post(i, t, u and u["x_out"]),
+        lambda i, t, x, u, o: h.oracle_post(i, t, u["x_out"]),
+        ("x_out",),
+    ),
+    "post_pre": (h.make_fused_inputs, h.run_fused, h.oracle_fused, FUSED_UP),
+    "post_head": (functools.partial(h.make_fused_inputs, head=True), h.run_fused, h.oracle_fused, FUSED_UP[:2]),
+    "single_pass": (make_inputs, run, oracle, UP),
+    "coefficients": (
+        h.make_inputs,
+        lambda i, t, u, o: run_coefficients(i, u, o),
+        lambda i, t, x, u, o: oracle_coefficients(i, u, o),
+        COEFFICIENTS[:3],
+    ),
+}
+"""Of each op of mHC what makes its inputs, runs it and is its oracle, and its outputs with a gradient."""

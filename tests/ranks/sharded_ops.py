@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import functools
-import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,23 +20,14 @@ from tests.tools.each_commit import COMMIT
 @functools.cache
 def samples() -> list[tuple[str, str, tuple[Any, ...]]]:
     """Returns (op, id, arguments) of the samples of all ops in one dtype, the same on every rank."""
-    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-    import test_ops_e79
-    import test_ops_index
-    import test_ops_index_loss
-    import test_ops_lists
-    import test_ops_masks
-    import test_ops_mhc
-    import test_ops_selection
+    from tests.oracles.samples import SAMPLES, sample
 
     torch.manual_seed(0)
     found = []
-    attention = (test_ops_selection, test_ops_lists, test_ops_masks)
-    for tests in (test_ops_mhc, test_ops_e79, *attention, test_ops_index, test_ops_index_loss):
-        for case in tests.SAMPLES:
-            name, sample, variant = case.values
-            if not any(dtype in case.id for dtype in ("fp64", "bf16", "fp16", "low")):
-                found.append((name, case.id, sample(**variant)))
+    for case in SAMPLES:
+        name, variant = case.values
+        if name != "selection_blocks" and not any(dtype in case.id for dtype in ("fp64", "bf16", "fp16", "low")):
+            found.append((name, case.id, sample(name, **variant)))
     q, k = torch.randn(2, 8, 2, 2, 4), torch.randn(2, 2, 3, 4)
     found.append(("selection_blocks", "blocks", (q, k, torch.randn(2, 8, 2, 2), 0.5, 4, 2, 4, 3, 8)))
     return found
