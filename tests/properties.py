@@ -8,6 +8,7 @@ What the public functions do beyond the op of their name is in ``tests/propertie
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import pathlib
@@ -31,14 +32,15 @@ from torch.export import ExportedProgram
 import mhc_inductor
 from benchmarks import running
 from benchmarks.source_hash import ROOT, source_hash
+from mhc_inductor.ops.registry import argument_names
 
 sys.path.insert(0, str(ROOT / "tests"))  # the helpers import each other by name, as under pytest
 
 import test_nn_selection
-import test_ops_index_loss
 
 from tests.oracles import e79 as helpers_e79
 from tests.oracles import index as helpers_index
+from tests.oracles import index_loss
 from tests.oracles import lists as helpers_lists
 from tests.oracles import masks as helpers_masks
 from tests.oracles import mhc as helpers_mhc
@@ -53,19 +55,27 @@ PUBLIC_FOLDERS = (*FOLDERS, "mhc_inductor/api", "mhc_inductor/nn")
 """What the public functions and modules do."""
 Named = Mapping[str, Any]
 
+Strategies = dict[str, st.SearchStrategy[Any]]
 DTYPE = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 LEAD = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 SEED = st.integers(0, 2**20)
-MHC: dict[str, st.SearchStrategy[Any]] = {
-    "lead": LEAD,
-    "n": st.integers(2, 8),
-    "width": st.integers(16, 40),
-    "dtype": DTYPE,
-}
-ITERATIONS: dict[str, st.SearchStrategy[Any]] = {
-    "sinkhorn_iters": st.integers(0, 4),
-    "sinkhorn_form": st.sampled_from(["softmax", "exp", "exp_eps"]),
-}
+
+
+def drawn(**kinds: Any) -> Strategies:
+    """Returns strategies: integers of a range (least, most), one of a sequence of other values, bools, or what is given."""
+
+    def of(kind: Any) -> st.SearchStrategy[Any]:
+        if kind is bool:
+            return st.booleans()
+        if isinstance(kind, tuple) and len(kind) == 2 and all(type(k) is int for k in kind):
+            return st.integers(*kind)
+        return kind if isinstance(kind, st.SearchStrategy) else st.sampled_from(kind)
+
+    return {name: of(kind) for name, kind in kinds.items()}
+
+
+MHC = drawn(lead=LEAD, n=(2, 8), width=(16, 40), dtype=DTYPE)
+ITERATIONS = drawn(sinkhorn_iters=(0, 4), sinkhorn_form=["softmax", "exp", "exp_eps"])
 
 
 def laid_out(t: Any, rng: random.Random) -> Any:
@@ -115,37 +125,21 @@ def with_gradients(
     close(got, oracle(up, got), dtype)
 
 
-def pre(seed: int, sinkhorn_iters: int, sinkhorn_form: str, norm_form: str, **sizes: Any) -> Sequence[Any]:
-    sinkhorn_iters *= sizes["full"]  # without a residual matrix there is nothing to balance
-    options = {"sinkhorn_iters": sinkhorn_iters, "sinkhorn_form": sinkhorn_form, "norm_form": norm_form}
-    made = any_strides(helpers_mhc.make_inputs(**sizes, seed=seed), seed)
+def layer(name: str, seed: int, transpose_res: bool = True, options: Sequence[str] = (), **sizes: Any) -> Sequence[Any]:
+    """Checks an op of mHC; ``options`` are those of ``sizes`` that the op takes."""
+    make, run, oracle, outputs = helpers_single_pass.FORMULAS[name]
+    given = {k: sizes.pop(k) for k in options}
+    if "sinkhorn_iters" in given:  # without a residual matrix there is nothing to balance
+        given["sinkhorn_iters"] *= sizes["full"]
+    made = any_strides(make(**sizes, seed=seed), seed)
     with_gradients(
-        lambda up: helpers_mhc.run_pre(made, up, options),
-        lambda up, _: helpers_mhc.oracle_pre(made, up, options),
-        ("h_in", "h_post", "h_res")[: 2 + sizes["full"]],
+        lambda up: run(made, transpose_res, up, given),
+        lambda up, got: oracle(made, transpose_res, got.get("x_out"), up, given),
+        outputs,
         sizes["dtype"],
     )
-    return [*made.values(), *{**helpers_mhc.PRE_OPTIONS, **options}.values()]
-
-
-def head(seed: int, norm_form: str, **sizes: Any) -> Sequence[Any]:
-    options = {"norm_form": norm_form}
-    made = any_strides(helpers_mhc.make_inputs(**sizes, head=True, seed=seed), seed)
-    with_gradients(
-        lambda up: helpers_mhc.run_head(made, up, options),
-        lambda up, _: helpers_mhc.oracle_head(made, up, options),
-        ("h_in",),
-        sizes["dtype"],
-    )
-    return [*made.values(), *{**helpers_mhc.HEAD_OPTIONS, **options}.values()]
-
-
-def post(seed: int, transpose_res: bool, **sizes: Any) -> Sequence[Any]:
-    made = any_strides(helpers_mhc.make_post_inputs(**sizes, seed=seed), seed)
-    up = helpers_mhc.upstream({"x_out": made["x"]})["x_out"]
-    got = helpers_mhc.run_post(made, transpose_res, up)
-    close(got, helpers_mhc.oracle_post(made, transpose_res, up), sizes["dtype"])
-    return [*made.values(), transpose_res]
+    known = {**made, **helpers_mhc.PRE_OPTIONS, **given, "transpose_res": transpose_res}
+    return [known[a] for a in argument_names(f"mhc_{name}") if a in known]
 
 
 def sinkhorn(seed: int, lead: tuple[int, ...], n: int, dtype: torch.dtype, iters: int, form: str) -> Sequence[Any]:
@@ -158,42 +152,6 @@ def sinkhorn(seed: int, lead: tuple[int, ...], n: int, dtype: torch.dtype, iters
     want = helpers_mhc.oracle_sinkhorn(*args, up)
     close(got, dict(zip(got, want.values(), strict=True)), dtype)
     return args
-
-
-def fused(seed: int, transpose_res: bool, residual: bool, head: bool, **sizes: Any) -> Sequence[Any]:
-    made = any_strides(helpers_mhc.make_fused_inputs(**sizes, residual=residual, head=head, seed=seed), seed)
-    with_gradients(
-        lambda up: helpers_mhc.run_fused(made, transpose_res, up),
-        lambda up, got: helpers_mhc.oracle_fused(made, transpose_res, got["x_out"], up),
-        ("x_out", "h_in"),
-        sizes["dtype"],
-    )
-    options = helpers_mhc.HEAD_OPTIONS if head else helpers_mhc.PRE_OPTIONS
-    tensors = list(made.values())
-    return [*tensors[:4], transpose_res, *tensors[4:], *options.values()]
-
-
-def single_pass(seed: int, transpose_res: bool, residual: bool, **sizes: Any) -> Sequence[Any]:
-    made = any_strides(helpers_single_pass.make_inputs(**sizes, residual=residual, seed=seed), seed)
-    with_gradients(
-        lambda up: helpers_single_pass.run(made, transpose_res, up),
-        lambda up, got: helpers_single_pass.oracle(made, transpose_res, got["x_out"], up),
-        helpers_single_pass.UP,
-        sizes["dtype"],
-    )
-    tensors = list(made.values())
-    return [*tensors[:5], transpose_res, *tensors[5:], *helpers_mhc.PRE_OPTIONS.values()]
-
-
-def coefficients(seed: int, **sizes: Any) -> Sequence[Any]:
-    made = any_strides(helpers_mhc.make_inputs(**sizes, seed=seed), seed)
-    with_gradients(
-        lambda up: helpers_single_pass.run_coefficients(made, up),
-        lambda up, _: helpers_single_pass.oracle_coefficients(made, up),
-        ("h_pre", "h_post", "h_res"),
-        sizes["dtype"],
-    )
-    return [*made.values(), *helpers_mhc.PRE_OPTIONS.values()]
 
 
 def collapse(seed: int, **sizes: Any) -> Sequence[Any]:
@@ -298,11 +256,11 @@ def topk(seed: int, kind: str, topk: int, name: str = "index_topk", **sizes: Any
 
 
 def loss(seed: int, **sizes: Any) -> Sequence[Any]:
-    args = [laid_out(a, random.Random(seed)) for a in test_ops_index_loss.make(**sizes, seed=seed)]
+    args = [laid_out(a, random.Random(seed)) for a in index_loss.make(**sizes, seed=seed)]
     leaves = [a.double().requires_grad_() if i < 3 else a for i, a in enumerate(args)]
     got, dscores = op("index_loss")(*args)
     up = torch.rand(got.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    want = test_ops_index_loss.dense(*leaves)
+    want = index_loss.dense(*leaves)
     wants = torch.autograd.grad((want * up).sum(), leaves[:3])
     # Lists and k, without what only the attention's side reads.
     grads = op("index_loss_backward")(up.to(got.dtype), *args[:4], dscores, args[7])
@@ -315,7 +273,7 @@ def loss(seed: int, **sizes: Any) -> Sequence[Any]:
 
 
 def blocks(seed: int, S: int, more: int, N: int, dtype: torch.dtype) -> Sequence[Any]:
-    q, k, *rest = test_nn_selection.choice(S, S + more, N, dtype)
+    q, k, *rest = helpers_selection.choice(S, S + more, N, dtype)
     rng = random.Random(seed)
     args = (laid_out(q, rng), laid_out(k, rng), *rest)
     got = op("selection_blocks")(*args)
@@ -327,120 +285,62 @@ def blocks(seed: int, S: int, more: int, N: int, dtype: torch.dtype) -> Sequence
     return args
 
 
-_FORM: dict[str, st.SearchStrategy[Any]] = {"norm_form": st.sampled_from(["inside", "outside"]), "gamma": st.booleans()}
-_SITE: dict[str, st.SearchStrategy[Any]] = {"transpose_res": st.booleans(), "residual": st.booleans()}
+_FORM = drawn(norm_form=["inside", "outside"], gamma=bool)
+_SITE = drawn(transpose_res=bool, residual=bool)
 INTEGERS = st.sampled_from([torch.int32, torch.int64])
-_KEYS: dict[str, st.SearchStrategy[Any]] = {
-    "documents": st.booleans(),
-    "dtype": DTYPE,
-    "B": st.integers(0, 2),
-    "S": st.integers(0, 9),
-    "S_kv": st.integers(1, 17),
-    "G": st.integers(1, 2),
-    "h": st.integers(1, 3),
-    "Dk": st.integers(1, 9),
-    "Dv": st.integers(1, 9),
-    "sink": st.booleans(),
-    "strided": st.booleans(),
-}
-_LISTS: dict[str, st.SearchStrategy[Any]] = {
-    **_KEYS,
-    "kind": st.sampled_from(["random", "sorted", "odd", "empty", "all", "none"]),
-    "n": st.integers(0, 9),
-    "shared": st.booleans(),
-    "segments": st.booleans(),
-    "index_dtype": INTEGERS,
-}
-_INDEX: dict[str, st.SearchStrategy[Any]] = {
-    "kind": st.sampled_from(helpers_index.KINDS),
-    "B": st.integers(0, 2),
-    "S": st.integers(0, 6),
-    "T": st.integers(1, 19),
-    "H": st.integers(1, 4),
-    "D": st.integers(1, 9),
-    "dtype": DTYPE,
-    "whole": st.booleans(),
-}
+_KEYS = drawn(
+    documents=bool, dtype=DTYPE, B=(0, 2), S=(0, 9), S_kv=(1, 17), G=(1, 2), h=(1, 3), Dk=(1, 9), Dv=(1, 9)
+) | drawn(sink=bool, strided=bool)  # fmt: skip
+_LISTS = _KEYS | drawn(
+    kind=["random", "sorted", "odd", "empty", "all", "none"], n=(0, 9), shared=bool, segments=bool, index_dtype=INTEGERS
+)
+_INDEX = drawn(kind=helpers_index.KINDS, B=(0, 2), S=(0, 6), T=(1, 19), H=(1, 4), D=(1, 9), dtype=DTYPE, whole=bool)
 
-PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], dict[str, st.SearchStrategy[Any]]]] = {
-    "mhc_pre": (pre, {**MHC, **ITERATIONS, **_FORM, "full": st.booleans()}),
-    "mhc_head": (head, {**MHC, **_FORM}),
-    "mhc_post": (post, {**MHC, **_SITE}),
-    "mhc_post_pre": (fused, {**MHC, **_SITE, "head": st.just(False)}),
-    "mhc_post_head": (fused, {**MHC, **_SITE, "head": st.just(True)}),
-    "mhc_single_pass": (single_pass, {**MHC, **_SITE}),
-    "mhc_coefficients": (coefficients, MHC),
+
+def _layer(name: str, *options: str, **more: Any) -> tuple[Callable[..., Sequence[Any]], Strategies]:
+    return functools.partial(layer, name, options=options), MHC | drawn(**more)
+
+
+PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], Strategies]] = {
+    "mhc_pre": _layer("pre", "norm_form", *ITERATIONS, **_FORM, **ITERATIONS, full=bool),
+    "mhc_head": _layer("head", "norm_form", **_FORM),
+    "mhc_post": _layer("post", **_SITE),
+    **{f"mhc_{name}": _layer(name, **_SITE) for name in ("post_pre", "post_head", "single_pass")},
+    "mhc_coefficients": _layer("coefficients"),
     "mhc_collapse": (collapse, MHC),
     "mhc_sinkhorn": (
         sinkhorn,
-        {
-            "lead": LEAD,
-            "n": st.integers(2, 8),
-            "dtype": DTYPE,
-            "iters": st.integers(1, 4),
-            "form": ITERATIONS["sinkhorn_form"],
-        },
+        drawn(lead=LEAD, n=(2, 8), dtype=DTYPE, iters=(1, 4), form=ITERATIONS["sinkhorn_form"]),
     ),
     "e79_scan": (
         scan,
-        {
-            "T": st.integers(1, 12),
-            "B": st.integers(0, 2),
-            "n": st.integers(1, 9),
-            "dtype": DTYPE,
-            "bias": st.sampled_from(["none", "fixed", "input"]),
-            "state": st.booleans(),
-            "segment": st.integers(1, 9),
-        },
+        drawn(T=(1, 12), B=(0, 2), n=(1, 9), dtype=DTYPE, bias=["none", "fixed", "input"], state=bool, segment=(1, 9)),
     ),
     "selection_attention": (
         attention,
-        {
-            **_KEYS,
-            "kind": st.sampled_from(["corr", "rand", "odd", "token", "twice", "empty", "all", "none"]),
-            "r": st.integers(0, 4),
-            "range_dtype": INTEGERS,
-            "segments": st.sampled_from([None, "mixed", "documents"]),
-        },
+        _KEYS
+        | drawn(kind=["corr", "rand", "odd", "token", "twice", "empty", "all", "none"], r=(0, 4))
+        | drawn(range_dtype=INTEGERS, segments=[None, "mixed", "documents"]),
     ),
     "selection_list_attention": (lists, _LISTS),
     "selection_entry_attention": (
         lists,
-        {
-            **_LISTS,
-            **dict.fromkeys(("documents", "segments"), st.just(False)),
-            "bias": st.sampled_from(["normal", "rows"]),
-            "repeats": st.booleans(),
-        },
+        _LISTS | drawn(documents=[False], segments=[False], bias=["normal", "rows"], repeats=bool),
     ),
     "selection_mask_attention": (
         masks,
-        {
-            **{k: v for k, v in _KEYS.items() if k != "documents"},
-            "kind": st.sampled_from(helpers_masks.KINDS),
-            "shared": st.booleans(),
-            "shared_mask": st.sampled_from(["", "B", "G", "BG", "S", "BGS"]),
-        },
+        {k: v for k, v in _KEYS.items() if k != "documents"}
+        | drawn(kind=helpers_masks.KINDS, shared=bool, shared_mask=["", "B", "G", "BG", "S", "BGS"]),
     ),
     "index_scores": (scores, _INDEX),
-    "index_topk": (topk, {**_INDEX, "topk": st.integers(0, 21)}),
-    "index_topk_scores": (topk, {**_INDEX, "topk": st.integers(0, 21), "name": st.just("index_topk_scores")}),
+    "index_topk": (topk, _INDEX | drawn(topk=(0, 21))),
+    "index_topk_scores": (topk, _INDEX | drawn(topk=(0, 21), name=["index_topk_scores"])),
     "index_loss": (
         loss,
-        {
-            **{k: v for k, v in _INDEX.items() if k not in ("kind", "whole", "S")},
-            "S": st.integers(1, 6),
-            "G": st.integers(1, 2),
-            "heads": st.integers(1, 3),
-            "Dk": st.integers(1, 9),
-            "n": st.integers(1, 11),
-            "with_lse": st.booleans(),
-        },
+        {k: v for k, v in _INDEX.items() if k not in ("kind", "whole")}
+        | drawn(S=(1, 6), G=(1, 2), heads=(1, 3), Dk=(1, 9), n=(1, 11), with_lse=bool),
     ),
-    "selection_blocks": (
-        blocks,
-        {"S": st.integers(0, 9), "more": st.integers(0, 30), "N": st.integers(0, 9), "dtype": DTYPE},
-    ),
+    "selection_blocks": (blocks, drawn(S=(0, 9), more=(0, 30), N=(0, 9), dtype=DTYPE)),
 }
 """Of each op what checks a case and returns the op's arguments, and what is drawn for it."""
 
@@ -558,7 +458,7 @@ class Count:
     public: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
-Property = tuple[Callable[..., Any], dict[str, st.SearchStrategy[Any]]]
+Property = tuple[Callable[..., Any], Strategies]
 
 
 def run(

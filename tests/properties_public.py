@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import test_nn_selection
-import test_ops_index_loss
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -28,11 +27,12 @@ from mhc_inductor.nn import (
 )
 from tests import properties
 from tests.oracles import index as helpers_index
+from tests.oracles import index_loss
 from tests.oracles import lists as helpers_lists
 from tests.oracles import mhc as helpers_mhc
 from tests.oracles import selection as helpers_selection
 from tests.oracles import single_pass as helpers_single_pass
-from tests.properties import DTYPE, INTEGERS, LEAD, Call, Property, close, in_documents, laid_out
+from tests.properties import DTYPE, INTEGERS, LEAD, Call, Property, close, drawn, in_documents, laid_out
 
 F64 = torch.float64
 WIDE = st.sampled_from([torch.float64, torch.float32])
@@ -254,13 +254,13 @@ def indexer(seed: int, topk: int, scale: float | None, causal: bool, **sizes: An
 
 
 def indexer_loss(seed: int, reduction: str, **sizes: Any) -> Call:
-    *args, scale, attention_scale = test_ops_index_loss.make(**sizes, seed=seed)
+    *args, scale, attention_scale = index_loss.make(**sizes, seed=seed)
     args = [laid_out(a, random.Random(seed)) for a in args]
     q, k, w, listed, attention_q, attention_k, lse = args
     inputs = {"q": q, "k": k, "w": w, "indices": listed.unsqueeze(2), "attention_q": attention_q}
     inputs |= {"attention_k": attention_k, "lse": lse, "attention_scale": attention_scale, "reduction": reduction}
     got = SparseIndexer(3, scale=scale).loss(**inputs)
-    each = test_ops_index_loss.dense(*args, scale, attention_scale)
+    each = index_loss.dense(*args, scale, attention_scale)
     queries = ((listed >= 0) & (listed < k.shape[1])).any(-1).sum().clamp(min=1)
     want = {"none": each, "sum": each.sum(), "mean": each.sum() / queries}[reduction]
     error = float((got.double() - want).abs().max()) if got.numel() else 0.0
@@ -328,114 +328,51 @@ def warmed(seed: int, rows: Sequence[int], by_name: bool, backward: bool) -> Cal
 
 _SIZE = st.integers(1, 9)
 _CUTS = st.lists(st.integers(1, 12), max_size=3)
-_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
-    "verify": st.booleans(),
-    "empty_rows": st.sampled_from(["exact", "zero"]),
-}
-_STREAMS: dict[str, st.SearchStrategy[Any]] = {
-    "lead": LEAD,
-    "dim": st.integers(16, 24),
-    "n": st.integers(2, 5),
-    "gamma": st.booleans(),
-    "norm_form": st.sampled_from(["inside", "outside"]),
-    "dtype": DTYPE,
-}
-_CELL: dict[str, st.SearchStrategy[Any]] = {
-    "T": st.integers(1, 10),
-    "B": st.integers(0, 2),
-    "dim": _SIZE,
-    "n_state": st.integers(1, 6),
-    "bias": st.sampled_from(["none", "fixed", "input"]),
-    "dtype": WIDE,
-    "cuts": _CUTS,
-}
+_OPTIONS = drawn(verify=bool, empty_rows=["exact", "zero"])
+_STREAMS = drawn(lead=LEAD, dim=(16, 24), n=(2, 5), gamma=bool, norm_form=["inside", "outside"], dtype=DTYPE)
+_CELL = drawn(T=(1, 10), B=(0, 2), dim=_SIZE, n_state=(1, 6), bias=["none", "fixed", "input"], dtype=WIDE, cuts=_CUTS)
 _LOSS = {k: v for k, v in properties.PROPERTIES["index_loss"][1].items() if k != "dtype"}
 _LISTS = properties.PROPERTIES["selection_list_attention"][1]
-_BIASES = {"bias": st.sampled_from([None, "normal", "rows"]), "repeats": st.booleans()}
+_INDEX = {k: v for k, v in properties.PROPERTIES["index_topk"][1].items() if k != "kind"}
 
 PROPERTIES: Mapping[str, Property] = {
     "blocks_to_ranges": (
         blocks_to_ranges,
-        {
-            "B": st.integers(0, 2),
-            "S": st.integers(0, 6),
-            "more": st.integers(0, 9),
-            "G": st.integers(1, 2),
-            "k": st.integers(0, 3),
-            "size": st.integers(1, 5),
-            "packed": st.booleans(),
-            "causal": st.booleans(),
-            "dtype": INTEGERS,
-        },
+        drawn(B=(0, 2), S=(0, 6), more=(0, 9), G=(1, 2), k=(0, 3), size=(1, 5))
+        | drawn(packed=bool, causal=bool, dtype=INTEGERS),
     ),
     "selection_attention": (
         selection_lists,
-        {**_LISTS, **_BIASES, "return_lse": st.booleans(), "masked": st.booleans()},
+        _LISTS | drawn(bias=[None, "normal", "rows"], repeats=bool, return_lse=bool, masked=bool),
     ),
-    "nn.expand": (started, {"lead": LEAD, "width": st.integers(0, 9), "n": _SIZE, "dtype": DTYPE}),
+    "nn.expand": (started, drawn(lead=LEAD, width=(0, 9), n=_SIZE, dtype=DTYPE)),
     "nn.HyperConnection": (
         hyper_connection,
-        {
-            **_STREAMS,
-            "transpose_res": st.booleans(),
-            "residual": st.booleans(),
-            "sinkhorn_iters": st.integers(0, 4),
-            "sinkhorn_form": st.sampled_from(["softmax", "exp", "exp_eps"]),
-            "single_pass": st.booleans(),
-            "first": st.booleans(),
-        },
+        _STREAMS | properties.ITERATIONS | drawn(transpose_res=bool, residual=bool, single_pass=bool, first=bool),
     ),
     "nn.HyperHead": (hyper_head, _STREAMS),
     "nn.E79Cell": (e79_cell, _CELL),
-    "nn.E79Layer": (e79_layer, {**_CELL, "inner": st.none() | _SIZE, "conv": st.integers(0, 4)}),
+    "nn.E79Layer": (e79_layer, _CELL | drawn(inner=st.none() | _SIZE, conv=(0, 4))),
     "nn.SelectionAttention": (
         selection_module,
-        {
-            "form": st.sampled_from(["ranges", "blocks", "lists"]),
-            "sink": st.booleans(),
-            "one": st.booleans(),
-            "size": st.integers(1, 4),
-            "B": st.integers(0, 2),
-            "S": st.integers(0, 6),
-            "S_kv": st.integers(6, 13),
-            "G": st.integers(1, 2),
-            "h": st.integers(1, 3),
-            "Dk": _SIZE,
-            "Dv": _SIZE,
-            "dtype": DTYPE,
-        },
+        drawn(form=["ranges", "blocks", "lists"], sink=bool, one=bool, size=(1, 4), B=(0, 2), S=(0, 6), S_kv=(6, 13))
+        | drawn(G=(1, 2), h=(1, 3), Dk=_SIZE, Dv=_SIZE, dtype=DTYPE),
     ),
     "nn.SparseIndexer": (
         indexer,
-        {
-            **{k: v for k, v in properties.PROPERTIES["index_topk"][1].items() if k != "kind"},
-            "topk": st.integers(1, 21),
-            "scale": st.none() | st.floats(0, 2),
-            "causal": st.booleans(),
-        },
+        _INDEX | drawn(topk=(1, 21), scale=st.none() | st.floats(0, 2), causal=bool),
     ),
-    "nn.SparseIndexer.loss": (
-        indexer_loss,
-        {**_LOSS, "dtype": WIDE, "reduction": st.sampled_from(["mean", "sum", "none"])},
-    ),
+    "nn.SparseIndexer.loss": (indexer_loss, _LOSS | drawn(dtype=WIDE, reduction=["mean", "sum", "none"])),
     "nn.NativeSparseAttention": (
         native,
-        {
-            "S": st.integers(1, 14),
-            "cuts": _CUTS,
-            "strides": st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
-            "groups": st.sampled_from([1, 2, 4]),
-            "value_dim": st.none() | st.integers(1, 5),
-            "top_k": st.integers(3, 5),
-            "window": st.integers(1, 6),
-            "rope": st.booleans(),
-        },
+        drawn(S=(1, 14), cuts=_CUTS, strides=st.tuples(*[st.integers(1, 3)] * 3), groups=[1, 2, 4])
+        | drawn(value_dim=st.none() | st.integers(1, 5), top_k=(3, 5), window=(1, 6), rope=bool),
     ),
-    "enable": (options, {**_OPTIONS, "profile_scopes": st.booleans()}),
+    "enable": (options, _OPTIONS | drawn(profile_scopes=bool)),
     "route_exported": (exported, _OPTIONS),
     "warmup": (
         warmed,
-        {"rows": st.lists(st.integers(1, 4), max_size=3), "by_name": st.booleans(), "backward": st.booleans()},
+        drawn(rows=st.lists(st.integers(1, 4), max_size=3), by_name=bool, backward=bool),
     ),
 }
 """Of each public function or module what checks a case, and what is drawn for it."""
