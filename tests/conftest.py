@@ -167,6 +167,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh() -> Iterator[None]:
+    """Forgets what Dynamo has compiled, before and after the test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def device() -> str:
     return "cuda" if GPU else "cpu"
 

@@ -22,13 +22,6 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def attention_inputs(B=2, S=12, T=12, G=2, heads=3, Dk=8, dtype=F32, seed=5):
     g = torch.Generator().manual_seed(seed)
     shapes = ((B, S, G, heads, Dk), (B, G, T, Dk), (B, G, T, Dk))

@@ -35,13 +35,6 @@ def layer_of(dtype=F64, seed=0, **change):
     return NativeSparseAttention(**{**SMALL, **change}, dtype=dtype)
 
 
-@pytest.fixture
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 # --- SelectionAttention -------------------------------------------------------------------------------------
 
 

@@ -266,6 +266,7 @@ VALUES: list[tuple[str, Mapping[str, Any], Mapping[str, Any], type[Exception], s
     ("index_topk", {}, {"topk": -1}, ValueError, "topk must be at least 0, got -1"),
     ("index_topk", {}, {"scale": -1.0}, ValueError, "scale must be finite and at least 0 .put a negative scale into w., got -1.0"),
     ("index_topk", {}, {"scale": math.inf}, ValueError, "scale must be finite"),
+    ("index_scores", {}, {"scale": -1.0}, ValueError, "scale must be finite and at least 0"),
     *[
         ("index_topk", {}, {"mask": zeros(*s, dtype=torch.bool)}, ValueError, rf"mask must broadcast to \[B, S, T\] = \[2, 5, 9\], got {re.escape(str([*s]))}")
         for s in ((2, 5, 8), (1, 2, 5, 9))

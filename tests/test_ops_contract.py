@@ -325,13 +325,6 @@ def test_gradcheck(name, variant):
 # --- compilation --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 _SELECTION = [dict(zip(("B", "S", "S_kv", "r"), s, strict=True)) for s in ((5, 7, 9, 6), (3, 2, 30, 2), (2, 40, 40, 7))]
 _LISTED = [dict(zip(("S", "S_kv", "n"), s, strict=True)) for s in ((6, 20, 9), (9, 31, 12), (17, 40, 33))]
 _SCANS = ((40, 3), (33, 2), (300, 4), (5, 3), (32, 2), (31, 4), (2, 7), (40, 2))

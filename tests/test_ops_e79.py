@@ -94,13 +94,6 @@ def test_jacrev():
 # --- compilation --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("backend", ["inductor", "mhc_inductor"])
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_on_a_cpu_inductor_fuses_the_loop(fullgraph, backend, fresh):

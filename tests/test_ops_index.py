@@ -86,7 +86,7 @@ def test_sizes_of_none_and_one(B, S, T):
     assert scores.shape == (B, S, T)
     assert [g.shape for g in torch.autograd.grad(scores.sum(), args)] == [t.shape for t in args]
     assert index_topk(*args, min(T, 1)).shape == (B, S, min(T, 1))
-    assert index_topk(*args, 0).shape == (B, S, 0)
+    assert index_topk(*args, 0).shape == (B, S, 0) and not index_topk(*args, 0).requires_grad
 
 
 @pytest.mark.parametrize(("H", "D", "topk"), [(130, 8, 3), (3, 300, 3), (1, 1, 40)])

@@ -1,54 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection attention over lists of keys, with and without a bias per entry: opcheck, gradients, validation, vmap, ..."""
+"""Selection attention over lists of keys, with and without a bias per entry, or under a mask: gradients, fills, NaN, ..."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
 
 import mhc_inductor
+from mhc_inductor.reference import selection
 from tests.oracles import lists as h
+from tests.oracles import masks
 from tests.oracles.op_contract import op
-from tests.oracles.samples import VARIANTS
+from tests.oracles.samples import MADE, VARIANTS
 from tests.oracles.selection import error
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor
 pytestmark = pytest.mark.usefixtures("one_thread")
 SCALE = 0.4
-CASES = {
-    f"{kind}-{case}": {**({"bias": "rows"} if kind == "entry" else {}), **variant}
-    for kind in ("list", "entry")
-    for case, variant in VARIANTS[f"selection_{kind}_attention"].items()
-    if "dtype" not in variant
-}
 
 
 def run(made, ups, attention=None, scale=SCALE):
     return h.run(attention or op(h.name_of(made)), made, ups, scale)
 
 
-@pytest.mark.parametrize("names", [("o",), ("lse",), h.OUTPUTS], ids="-".join)
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_against_fp64(case, names):
-    made = h.make_inputs(**{"dtype": F32, "kind": "odd", **CASES[case]})
+def check(made, names=h.OUTPUTS, scale=SCALE):
     ups = h.upstream(made, names)
-    h.check(run(made, ups), made, ups, SCALE)
+    h.check(run(made, ups, scale=scale), made, ups, scale)
+
+
+@pytest.mark.parametrize("names", [("o",), ("lse",), h.OUTPUTS], ids="-".join)
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        (kind, case)
+        for kind in ("list", "entry", "mask")
+        for case, variant in VARIANTS[f"selection_{kind}_attention"].items()
+        if "dtype" not in variant
+    ],
+)
+def test_gradients_against_fp64(kind, case, names):
+    name = f"selection_{kind}_attention"
+    check(MADE[name](**{"kind": "empty" if kind == "mask" else "odd", "h": 3, "Dk": 8, **VARIANTS[name][case]}), names)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("shared", [False, True])
 def test_low_precision(dtype, shared):
-    made = h.make_inputs("random", dtype, S=9, S_kv=30, n=20, shared=shared, sink=True)
-    ups = h.upstream(made)
-    h.check(run(made, ups), made, ups, SCALE)
+    check(h.make_inputs("random", dtype, S=9, S_kv=30, n=20, shared=shared, sink=True))
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("kind", masks.KINDS)
+def test_low_precision_under_a_mask(kind, dtype):
+    check(masks.make_inputs(kind, dtype, S=9, S_kv=30, shared=kind in ("biased", "window"), sink=kind != "fills"))
+
+
+@pytest.mark.parametrize("make", [h.make_inputs, masks.make_inputs])
 @pytest.mark.parametrize("shape", [{"h": 129}, {"Dk": 577}, {"n": 4097, "S_kv": 50}])
-def test_any_size(shape):
-    made = h.make_inputs("odd", F32, **{"S": 2, "G": 1, "B": 1, "S_kv": 20, **shape})
-    ups = h.upstream(made)
-    h.check(run(made, ups, scale=0.1), made, ups, 0.1)
+def test_any_size(shape, make):
+    if make is h.make_inputs or "n" not in shape:
+        kind = "odd" if make is h.make_inputs else "random"
+        check(make(kind, F32, **{"S": 2, "G": 1, "B": 1, "S_kv": 20, **shape}), scale=0.1)
 
 
 def test_duplicates_and_order_do_not_matter():
@@ -59,28 +74,83 @@ def test_duplicates_and_order_do_not_matter():
     assert all(error(g, w) < 1e-12 for g, w in zip(got, want, strict=True))
 
 
-def test_nan_in_unselected_keys_and_other_segments_does_not_leak():
-    made = h.make_inputs("random", F32, B=1, S=4, G=1, S_kv=20, n=5)
-    made["segments_q"], made["segments_k"] = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 20, dtype=torch.int64)
-    made["segments_k"][0, :7] = 2**40
+@pytest.mark.parametrize("hidden", ["segments", "mask"])
+def test_nan_in_hidden_keys_does_not_leak(hidden):
+    made = {"segments": h, "mask": masks}[hidden].make_inputs(
+        "random", F32, B=1, S=4, G=1, S_kv=20, **{"n": 5} if hidden == "segments" else {}
+    )
+    if hidden == "mask":
+        made["mask"][..., :7] = False
+    else:
+        made["segments_q"], made["segments_k"] = (torch.zeros(1, n, dtype=torch.int64) for n in (4, 20))
+        made["segments_k"][0, :7] = 2**40
     for name in "kv":
         made[name][0, 0, :7] = float("nan")
+    got = run(made, h.upstream(made, ("o",)))
+    seen = [t[..., 7:, :] if n in ("dk", "dv") else t for n, t in got.items() if n != "lse"]
+    assert all(t.isfinite().all() for t in seen)
+
+
+# --- masks --------------------------------------------------------------------------------------------------
+
+
+def written_out(q, k, v, mask, sink, scale):
+    """Returns what a model computes that adds its mask in fp32."""
+    t = torch.einsum("bsghd,bgtd->bsght", q, k) * scale + mask.unsqueeze(3)
+    if sink is not None:
+        t = torch.cat((t, sink[None, None, :, :, None].expand(*t.shape[:4], 1)), -1)
+    return torch.einsum("bsght,bgtd->bsghd", t.softmax(-1)[..., : k.shape[2]], v)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("fill", [h.LOWEST, torch.finfo(BF16).min, torch.finfo(F16).min, -1e9, -1e4, -30.0])
+def test_finite_fills_are_as_eager_code_rounds_them(fill, sink):
+    made = masks.make_inputs("fills", F32, S=9, S_kv=14, sink=sink, Dv=5)
+    made["mask"] = made["mask"].clamp(min=fill)
+    assert (made["mask"] < 0).all(-1).any()
+    # Scores of few bits: a rounding before the sum of score and fill would change the weights below -1e9.
+    made["q"], made["k"] = made["q"].mul(4).round() / 4, made["k"].mul(4).round() / 4
     ups = h.upstream(made, ("o",))
-    assert all(
-        t[..., 7:, :].isfinite().all() if n in ("dk", "dv") else t.isfinite().all()
-        for n, t in run(made, ups).items()
-        if n != "lse"
-    )
+    got = run(made, ups, scale=0.5)
+    leaf = {n: made[n].detach().requires_grad_() for n in h.WANTED if made[n] is not None}
+    o = written_out(leaf["q"], leaf["k"], leaf["v"], made["mask"], leaf.get("sink"), 0.5)
+    want = dict(zip((f"d{n}" for n in leaf), torch.autograd.grad(o, leaf.values(), ups["o"]), strict=True))
+    assert error(got["o"], o.detach()) < 2e-6
+    assert all(error(got[n], want[n]) < 1e-5 for n in want)
 
 
-# --- compilation --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["random", "biased"])
+def test_chunks_give_what_one_chunk_gives(kind, monkeypatch):
+    made = masks.make_inputs(kind, F32, S=7, S_kv=11, shared=True, Dv=5, sink=True)
+    ups = h.upstream(made)
+    want = run(made, ups)
+    monkeypatch.setattr(selection, "CHUNK", 70)
+    got = run(made, ups)
+    assert all(error(got[n], want[n]) < 1e-6 for n in want)
 
 
-@pytest.fixture
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_that_needs_a_gradient_is_refused_never_dropped(compiled, fresh):
+    made = masks.make_inputs("biased", F32)
+    made["mask"].requires_grad_()
+    attend = OPS.selection_mask_attention
+    attend = torch.compile(lambda *a: OPS.selection_mask_attention(*a)) if compiled else attend
+    with pytest.raises(Exception, match=r"mask must not require a gradient, got one that does; pass mask.detach\(\)"):
+        attend(*h.arguments(made, SCALE))
+    with torch.no_grad():
+        attend(*h.arguments(made, SCALE))
+
+
+def test_a_mask_with_indices_says_which_of_them_count():
+    made = masks.make_inputs("random", F64, S_kv=11, shared_mask="G")
+    indices = h.make_indices("odd", (2, 5, 2, 9), 11, torch.int64, torch.Generator().manual_seed(3))
+    listed = torch.zeros(2, 5, 2, 12, dtype=torch.bool)
+    listed.scatter_(-1, torch.where((indices >= 0) & (indices < 11), indices, 11), True)
+    both = {**made, "mask": made["mask"] & listed[..., :11]}
+    attend = functools.partial(mhc_inductor.selection_attention, indices=indices, return_lse=True)
+    h.check(dict(zip(h.OUTPUTS, attend(made["q"], made["k"], made["v"], mask=made["mask"]), strict=True)), both)
+    none, _ = attend(made["q"], made["k"][:, :, :0], made["v"][:, :, :0], mask=made["mask"][..., :0])
+    assert (none == 0).all()
 
 
 # --- the public function ------------------------------------------------------------------------------------
@@ -114,6 +184,8 @@ def test_a_detached_view_of_the_keys_gets_no_gradient():
         assert error(got, want) < 1e-12
 
 
+ONES = torch.ones(2, 5, 2, 5, dtype=torch.bool)
+MASKED = {"mask": ONES}
 LISTED = {"indices": torch.zeros(2, 5, 2, 3, dtype=torch.int32)}
 
 
@@ -131,6 +203,17 @@ LISTED = {"indices": torch.zeros(2, 5, 2, 3, dtype=torch.int32)}
         ({**LISTED, "repeats": True}, ValueError, "repeats must be False without bias"),
         ({**LISTED, "bias": torch.zeros(2, 5, 2, 3), "repeats": 1}, TypeError, "repeats must be a bool, got int"),
         ({"ranges": 0, "bias": torch.zeros(2, 5, 2, 3)}, ValueError, "bias must be None with ranges"),
+        (
+            {**MASKED, "ranges": torch.zeros(2, 5, 2, 1, 2).int()},
+            ValueError,
+            "mask must be given alone, .* got ranges too",
+        ),
+        ({**MASKED, "segments_q": torch.zeros(2, 5).int()}, ValueError, "mask must be given alone, .* got segments_q"),
+        ({**MASKED, **LISTED, "cu_seqlens_q": torch.zeros(2)}, ValueError, "got cu_seqlens_q"),
+        ({**LISTED, "mask": ONES.float()}, ValueError, "mask must be bool, got torch.float32"),
+        ({**LISTED, "mask": ONES[:1, :3]}, ValueError, "mask must have shape"),
+        ({"mask": [True]}, TypeError, "mask must be a tensor, got list"),
+        ({"mask": ONES.int()}, TypeError, "mask must be bool or floating"),
         *(
             (
                 {**LISTED, "bias": torch.zeros(2, 5, 2, 3), name: torch.zeros(2, 5).int()},

@@ -240,13 +240,6 @@ def test_jacrev():
 # --- compilation --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def test_blocks_compile_with_the_op(fresh):
     @torch.compile(fullgraph=True, dynamic=True)
     def attend(q, k, v, picks):

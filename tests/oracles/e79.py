@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tests.oracles.mhc import relative, rounding
+from tests.oracles.mhc import relative, rounding, run_op
 
-OPS = torch.ops.mhc_inductor
 NAMES = ("kvqm", "b_s", "b_m", "S0", "M0")
 OUTPUTS = ("out", "S", "M")
 BIASES = ("none", "fixed", "input")
@@ -147,13 +146,8 @@ def run_scan(
     inputs: Mapping[str, Tensor | None], up: Mapping[str, Tensor] | None = None, segment: int = 8
 ) -> dict[str, Tensor]:
     """Runs e79_scan, and with ``up`` e79_scan_backward, and names the results as :func:`oracle` does."""
-    args = [inputs[k] for k in NAMES]
-    out, S, M, *saved = OPS.e79_scan(*args, segment)
-    named = {"out": out, "S": S, "M": M}
-    if up:
-        grads = OPS.e79_scan_backward(*[up.get(k) for k in OUTPUTS], *args, *saved, segment)
-        named |= {f"d{k}": g for k, g, a in zip(NAMES, grads, args, strict=True) if a is not None}
-    return named
+    named = run_op("e79_scan", inputs, up, {"segment": segment})
+    return {k: t for k, t in named.items() if k not in ("checkpoints", "gates")}
 
 
 def _rounded(got: Tensor, want: Tensor) -> float:

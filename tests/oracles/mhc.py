@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mhc_inductor.ops.dims import results, source_of
+from mhc_inductor.ops.registry import argument_names
+
 OPS = torch.ops.mhc_inductor
 PRE_OPTIONS: dict[str, Any] = {
     "norm_eps": 1e-6,
@@ -311,12 +314,36 @@ def oracle_fused(
 
 # --- the ops under test, with the oracles' names ------------------------------------------------------------
 
-_PARAMS = ("phi", "alpha", "bias", "gamma")
-_PARAM_GRADS = ("dx", "dphi", "dalpha", "dbias", "dgamma")
+
+def run_op(
+    name: str,
+    inputs: Mapping[str, Any],
+    up: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+    form: Any = OPS,
+) -> dict[str, Tensor]:
+    """Runs an op of ``form`` on arguments by name, and with ``up`` its backward op.
+
+    Names the results as the schema does, and a gradient ``d`` and its input.
+    """
+    given = {"dx_acc": None, **inputs, **(options or {})}
+    of = results(name)
+    named = dict(
+        zip(of, _tuple(getattr(form, name)(*(given[a] for a in argument_names(name) if a in given))), strict=True)
+    )
+    if not up:
+        return named
+    known, arguments = {**named, **given}, argument_names(f"{name}_backward")
+    count = next(i for i, a in enumerate(arguments) if a in known)
+    args = *(up.get(k) for k in of[:count]), *(known[a] for a in arguments[count:] if a in known)
+    grads = zip(
+        map(source_of, results(f"{name}_backward")), _tuple(getattr(form, f"{name}_backward")(*args)), strict=True
+    )
+    return named | {f"d{k}": g for k, g in grads if inputs.get(k) is not None}
 
 
-def _named_grads(inputs: Mapping[str, Tensor | None], grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    return {k: g for k, g in zip(_PARAM_GRADS, grads, strict=True) if inputs[k[1:]] is not None}
+def _tuple(out: Any) -> tuple[Tensor, ...]:
+    return (out,) if isinstance(out, Tensor) else tuple(out)
 
 
 def run_pre(
@@ -325,14 +352,7 @@ def run_pre(
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Runs mhc_pre, and with ``up`` mhc_pre_backward, and names the results as :func:`oracle_pre` does."""
-    o = list({**PRE_OPTIONS, **(options or {})}.values())
-    out = OPS.mhc_pre(*inputs.values(), *o)
-    named = dict(zip(("h_in", "h_post", "h_res", "h_pre", "h_mix", "inv_rms"), out, strict=True))
-    if not up:
-        return named
-    ups = [up.get(k) for k in ("h_in", "h_post", "h_res")]
-    saved = [named[k] for k in ("h_pre", "h_post", "h_mix", "inv_rms")]
-    return named | _named_grads(inputs, OPS.mhc_pre_backward(*ups, *inputs.values(), *saved, None, *o))
+    return run_op("mhc_pre", inputs, up, {**PRE_OPTIONS, **(options or {})})
 
 
 def run_head(
@@ -341,23 +361,12 @@ def run_head(
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Runs mhc_head, and with ``up`` mhc_head_backward, and names the results as :func:`oracle_head` does."""
-    o = list({**HEAD_OPTIONS, **(options or {})}.values())
-    out = OPS.mhc_head(*inputs.values(), *o)
-    named = dict(zip(("h_in", "h_pre", "h_mix", "inv_rms"), out, strict=True))
-    if not up:
-        return named
-    saved = [named[k] for k in ("h_pre", "h_mix", "inv_rms")]
-    return named | _named_grads(inputs, OPS.mhc_head_backward(up["h_in"], *inputs.values(), *saved, None, *o))
+    return run_op("mhc_head", inputs, up, {**HEAD_OPTIONS, **(options or {})})
 
 
 def run_post(inputs: Mapping[str, Tensor | None], transpose_res: bool, up: Tensor | None = None) -> dict[str, Tensor]:
     """Runs mhc_post, and with ``up`` mhc_post_backward, and names the results as :func:`oracle_post` does."""
-    named = {"x_out": OPS.mhc_post(*inputs.values(), transpose_res)}
-    if up is None:
-        return named
-    grads = OPS.mhc_post_backward(up, *inputs.values(), transpose_res)
-    pairs = zip(("x", "f_out", "h_post", "h_res"), grads, strict=True)
-    return named | {f"d{k}": g for k, g in pairs if inputs[k] is not None}
+    return run_op("mhc_post", inputs, None if up is None else {"x_out": up}, {"transpose_res": transpose_res})
 
 
 def run_fused(
@@ -369,19 +378,8 @@ def run_fused(
     """Runs mhc_post_pre or mhc_post_head, with ``up`` its backward too; names the results as :func:`oracle_fused`."""
     assert inputs["x"] is not None and inputs["phi"] is not None
     head = inputs["phi"].shape[0] == inputs["x"].shape[-2]
-    o = list({**(HEAD_OPTIONS if head else PRE_OPTIONS), **(options or {})}.values())
-    tensors = list(inputs.values())
-    post, params = (*tensors[:4], transpose_res), tensors[4:]
-    name = "mhc_post_head" if head else "mhc_post_pre"
-    middle = () if head else ("next_post", "next_res")
-    keys = ("x_out", "h_in", *middle, "h_pre", "h_mix", "inv_rms")
-    named = dict(zip(keys, getattr(OPS, name)(*post, *params, *o), strict=True))
-    if not up:
-        return named
-    ups = [up.get(k) for k in ("x_out", "h_in", *middle)]
-    saved = [named[k] for k in ("h_pre", *middle[:1], "h_mix", "inv_rms")]
-    grads = getattr(OPS, f"{name}_backward")(*ups, *post, named["x_out"], *params, *saved, *o)
-    return named | {f"d{k}": g for k, g in zip(inputs, grads, strict=True) if inputs[k] is not None}
+    known = {**(HEAD_OPTIONS if head else PRE_OPTIONS), "transpose_res": transpose_res, **(options or {})}
+    return run_op("mhc_post_head" if head else "mhc_post_pre", inputs, up, known)
 
 
 def relative(got: Tensor, want: Tensor) -> float:

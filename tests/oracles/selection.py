@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import ANY_SEGMENT, selection_attention
-from tests.oracles.mhc import relative, rounding
+from tests.oracles.mhc import relative, rounding, run_op
 
 OPS = torch.ops.mhc_inductor
 NAMES = ("q", "k", "v", "ranges", "sink", "cu_seqlens_q", "cu_seqlens_k")
@@ -339,21 +339,14 @@ def run(
     inputs: Mapping[str, Tensor | None],
     up: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
-    form: Any = None,
+    form: Any = OPS,
 ) -> dict[str, Tensor]:
     """Runs selection_attention of ``form`` (default: the ops), and with ``up`` its backward.
 
     Names the results as :func:`oracle` does.
     """
-    form = OPS if form is None else form
     scale = inputs["q"].shape[-1] ** -0.5 if scale is None else scale
-    args = positional(inputs, scale)
-    o, lse = form.selection_attention(*args)
-    named = {"o": o, "lse": lse}
-    if up:
-        grads = form.selection_attention_backward(*[up.get(k) for k in OUTPUTS], *args[:7], o, lse, *args[7:])
-        named |= {f"d{k}": t for k, t in zip(WANTED, grads, strict=True) if inputs[k] is not None}
-    return named
+    return run_op("selection_attention", inputs, up, {"scale": scale}, form)
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -35,10 +35,6 @@ def make_inputs(
     return {k: weights if k == "h_pre" else fused[k] for k in (*SITE, *PARAMS)}
 
 
-def _options(options: Mapping[str, Any] | None) -> list[Any]:
-    return list({**h.PRE_OPTIONS, **(options or {})}.values())
-
-
 def oracle(
     inputs: Inputs,
     transpose_res: bool,
@@ -73,15 +69,8 @@ def run(
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Runs mhc_single_pass, and with ``up`` its backward, and names the results as :func:`oracle` does."""
-    o = _options(options)
-    site, params = (*(inputs[k] for k in SITE), transpose_res), tuple(inputs[k] for k in PARAMS)
-    named = dict(zip((*UP, "h_mix", "inv_rms"), h.OPS.mhc_single_pass(*site, *params, *o), strict=True))
-    if not up:
-        return named
-    saved = [named[k] for k in ("next_pre", "next_post", "h_mix", "inv_rms")]
-    ups = [up.get(k) for k in UP]
-    grads = h.OPS.mhc_single_pass_backward(*ups, *site, named["x_out"], *params, *saved, *o)
-    return named | {f"d{k}": g for k, g in zip((*SITE, *PARAMS), grads, strict=True) if inputs[k] is not None}
+    known = {**h.PRE_OPTIONS, "transpose_res": transpose_res, **(options or {})}
+    return h.run_op("mhc_single_pass", inputs, up, known)
 
 
 def oracle_coefficients(
@@ -104,14 +93,7 @@ def run_coefficients(
     dx_acc: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Runs mhc_coefficients, and with ``up`` its backward; names the results as :func:`oracle_coefficients` does."""
-    o = _options(options)
-    named = dict(zip(COEFFICIENTS, h.OPS.mhc_coefficients(*inputs.values(), *o), strict=True))
-    if not up:
-        return named
-    saved = [named[k] for k in ("h_pre", "h_post", "h_mix", "inv_rms")]
-    ups = [up.get(k) for k in COEFFICIENTS[:3]]
-    grads = h.OPS.mhc_coefficients_backward(*ups, *inputs.values(), *saved, dx_acc, *o)
-    return named | {f"d{k}": g for k, g in zip(inputs, grads, strict=True) if inputs[k] is not None}
+    return h.run_op("mhc_coefficients", inputs, up, {**h.PRE_OPTIONS, "dx_acc": dx_acc, **(options or {})})
 
 
 def alone(tensors: Inputs, lead: tuple[int, ...]) -> Iterator[dict[str, Tensor | None]]:
@@ -148,8 +130,7 @@ def oracle_collapse(x: Tensor, h_pre: Tensor, dh_in: Tensor) -> dict[str, Tensor
 
 def run_collapse(x: Tensor, h_pre: Tensor, dh_in: Tensor) -> dict[str, Tensor]:
     """Runs mhc_collapse and its backward, and names the results as :func:`oracle_collapse` does."""
-    dx, dh_pre = h.OPS.mhc_collapse_backward(dh_in, x, h_pre)
-    return {"h_in": h.OPS.mhc_collapse(x, h_pre), "dx": dx, "dh_pre": dh_pre}
+    return h.run_op("mhc_collapse", {"x": x, "h_pre": h_pre}, {"h_in": dh_in})
 
 
 LAYER_UP = ("h_in", "h_post", "h_res")
