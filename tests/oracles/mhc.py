@@ -173,7 +173,7 @@ def oracle_pre(
     up: Mapping[str, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the outputs of mhc_pre in fp64, and with ``up`` also the gradients and dh_mix, dinv, G."""
+    """Returns the outputs of mhc_pre (mhc_head where phi has n rows) in fp64, with ``up`` also gradients and dh_mix, dinv, G."""
     t = leaves(inputs)
     result, v = _pre(t, options)
     if up:
@@ -182,7 +182,7 @@ def oracle_pre(
 
 
 def _pre(t: dict[str, Tensor | None], options: Mapping[str, Any] | None) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the outputs of mhc_pre, and vec(x)."""
+    """Returns the outputs of mhc_pre, or of mhc_head where phi has n rows, and vec(x)."""
     o = {**PRE_OPTIONS, **(options or {})}
     x, alpha, bias = t["x"], t["alpha"], t["bias"]
     assert x is not None and alpha is not None and bias is not None
@@ -190,13 +190,13 @@ def _pre(t: dict[str, Tensor | None], options: Mapping[str, Any] | None) -> tupl
     v, h_mix, inv_rms = _coefficients(t, o)
     z = h_mix * inv_rms[..., None]
     h_pre = torch.sigmoid(alpha[0] * z[..., :n] + bias[:n]) + o["hc_eps"]
-    h_post = o["post_mult"] * torch.sigmoid(alpha[1] * z[..., n : 2 * n] + bias[n : 2 * n]) + o["post_eps"]
-    out = {"h_in": torch.einsum("...i,...id->...d", h_pre, x), "h_post": h_post}
+    out = {"h_in": torch.einsum("...i,...id->...d", h_pre, x)}
+    if bias.shape[0] > n:
+        out["h_post"] = o["post_mult"] * torch.sigmoid(alpha[1] * z[..., n : 2 * n] + bias[n : 2 * n]) + o["post_eps"]
+        out["h_res"] = x.new_empty((*x.shape[:-2], 0, 0))
     if bias.shape[0] > 2 * n:
         logits = (alpha[2] * z[..., 2 * n :] + bias[2 * n :]).reshape(*x.shape[:-2], n, n)
         out["h_res"] = sinkhorn(logits, o["sinkhorn_iters"], o["sinkhorn_eps"], o["sinkhorn_form"])
-    else:
-        out["h_res"] = x.new_empty((*x.shape[:-2], 0, 0))
     return {**out, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": _saved_norm(v, inv_rms, o)}, v
 
 
@@ -223,28 +223,7 @@ def _with_intermediates(
     return {**grads, "G": flat.T @ v.reshape(-1, v.shape[-1])}
 
 
-def oracle_head(
-    inputs: Mapping[str, Tensor | None],
-    up: Mapping[str, Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> dict[str, Tensor]:
-    """Returns the outputs of mhc_head in fp64, and with ``up`` (h_in) every gradient."""
-    t = leaves(inputs)
-    result, v = _head(t, options)
-    if up:
-        result |= _with_intermediates(result, up, t, v)
-    return {k: a.detach() for k, a in result.items()}
-
-
-def _head(t: dict[str, Tensor | None], options: Mapping[str, Any] | None) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the outputs of mhc_head, and vec(x)."""
-    o = {**HEAD_OPTIONS, **(options or {})}
-    x, alpha, bias = t["x"], t["alpha"], t["bias"]
-    assert x is not None and alpha is not None and bias is not None
-    v, h_mix, inv_rms = _coefficients(t, o)
-    h_pre = torch.sigmoid(alpha[0] * h_mix * inv_rms[..., None] + bias) + o["hc_eps"]
-    h_in = torch.einsum("...i,...id->...d", h_pre, x)
-    return {"h_in": h_in, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": _saved_norm(v, inv_rms, o)}, v
+oracle_head = oracle_pre
 
 
 def oracle_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str, grad: Tensor | None = None) -> dict[str, Tensor]:
@@ -282,9 +261,6 @@ def make_fused_inputs(
     return {**post, **{k: t for k, t in make_inputs(lead, n, width, dtype, **made).items() if k != "x"}}
 
 
-_NEXT = {"h_post": "next_post", "h_res": "next_res"}
-
-
 def oracle_fused(
     inputs: Mapping[str, Tensor | None],
     transpose_res: bool,
@@ -292,20 +268,22 @@ def oracle_fused(
     up: Mapping[str, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """Computes mhc_post_pre (mhc_post_head where phi has n rows) in fp64, and with ``up`` the gradients of all inputs.
+    """Computes mhc_post_pre in fp64, and with ``up`` the gradients of all inputs.
 
+    It is mhc_post_head where phi has n rows, and mhc_single_pass with the weights of the collapse, h_pre, among the inputs.
     ``x_out`` is the tensor that the op rounded: later steps read these values, and gradients pass through the rounding.
     """
     t = leaves(inputs)
-    x, f_out, h_post, h_res = (t[k] for k in ("x", "f_out", "h_post", "h_res"))
-    assert x is not None and f_out is not None and h_post is not None and t["phi"] is not None
+    x, f_out, h_post, h_res, h_pre = (t.get(k) for k in ("x", "f_out", "h_post", "h_res", "h_pre"))
+    assert x is not None and f_out is not None and h_post is not None
     order = "...io,...id->...od" if transpose_res else "...oi,...id->...od"
-    mixed = x if h_res is None else torch.einsum(order, h_res, x)
-    exact = h_post[..., None] * f_out[..., None, :] + mixed
+    exact = h_post[..., None] * f_out[..., None, :] + (x if h_res is None else torch.einsum(order, h_res, x))
     rounded = exact + (x_out.detach().cpu().double() - exact).detach()
-    head = t["phi"].shape[0] == x.shape[-2]
-    after = _head({**t, "x": rounded}, options) if head else _pre({**t, "x": rounded}, options)
-    result = {"x_out": exact, **{_NEXT.get(k, k): v for k, v in after[0].items()}}
+    after, _ = _pre({**t, "x": rounded}, options)
+    new = {"h_post": "next_post", "h_res": "next_res"}
+    if h_pre is not None:
+        new["h_pre"], after["h_in"] = "next_pre", torch.einsum("...i,...id->...d", h_pre, rounded)
+    result = {"x_out": exact, **{new.get(k, k): v for k, v in after.items()}}
     if up:
         keys = [k for k in up if result[k].requires_grad]
         result |= _grads([rounded if k == "x_out" else result[k] for k in keys], [up[k] for k in keys], t)
@@ -351,17 +329,11 @@ def run_pre(
     up: Mapping[str, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """Runs mhc_pre, and with ``up`` mhc_pre_backward, and names the results as :func:`oracle_pre` does."""
-    return run_op("mhc_pre", inputs, up, {**PRE_OPTIONS, **(options or {})})
+    """Runs mhc_pre or mhc_head, with ``up`` its backward too; names the results as :func:`oracle_pre` does."""
+    return run_op("mhc_head" if _is_head(inputs) else "mhc_pre", inputs, up, {**PRE_OPTIONS, **(options or {})})
 
 
-def run_head(
-    inputs: Mapping[str, Tensor | None],
-    up: Mapping[str, Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> dict[str, Tensor]:
-    """Runs mhc_head, and with ``up`` mhc_head_backward, and names the results as :func:`oracle_head` does."""
-    return run_op("mhc_head", inputs, up, {**HEAD_OPTIONS, **(options or {})})
+run_head = run_pre
 
 
 def run_post(inputs: Mapping[str, Tensor | None], transpose_res: bool, up: Tensor | None = None) -> dict[str, Tensor]:
@@ -375,11 +347,14 @@ def run_fused(
     up: Mapping[str, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """Runs mhc_post_pre or mhc_post_head, with ``up`` its backward too; names the results as :func:`oracle_fused`."""
+    """Runs the op that :func:`oracle_fused` computes, and with ``up`` its backward."""
+    name = "mhc_post_head" if _is_head(inputs) else "mhc_single_pass" if "h_pre" in inputs else "mhc_post_pre"
+    return run_op(name, inputs, up, {**PRE_OPTIONS, "transpose_res": transpose_res, **(options or {})})
+
+
+def _is_head(inputs: Mapping[str, Tensor | None]) -> bool:
     assert inputs["x"] is not None and inputs["phi"] is not None
-    head = inputs["phi"].shape[0] == inputs["x"].shape[-2]
-    known = {**(HEAD_OPTIONS if head else PRE_OPTIONS), "transpose_res": transpose_res, **(options or {})}
-    return run_op("mhc_post_head" if head else "mhc_post_pre", inputs, up, known)
+    return inputs["phi"].shape[0] == inputs["x"].shape[-2]
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -35,42 +35,7 @@ def make_inputs(
     return {k: weights if k == "h_pre" else fused[k] for k in (*SITE, *PARAMS)}
 
 
-def oracle(
-    inputs: Inputs,
-    transpose_res: bool,
-    x_out: Tensor,
-    up: Mapping[str, Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> dict[str, Tensor]:
-    """Computes mhc_single_pass in fp64, and with ``up`` the gradients of all inputs.
-
-    ``x_out`` is the tensor that the op rounded: later steps read these values, and gradients pass through the rounding.
-    """
-    t = h.leaves(inputs)
-    x, f_out, h_post, h_res, h_pre = (t[k] for k in SITE)
-    assert x is not None and f_out is not None and h_post is not None and h_pre is not None
-    order = "...io,...id->...od" if transpose_res else "...oi,...id->...od"
-    exact = h_post[..., None] * f_out[..., None, :] + (x if h_res is None else torch.einsum(order, h_res, x))
-    rounded = exact + (x_out.detach().cpu().double() - exact).detach()
-    after, _ = h._pre({**t, "x": rounded}, options)
-    result = {"x_out": exact, "h_in": torch.einsum("...i,...id->...d", h_pre, rounded)}
-    result |= {f"next_{k[2:]}": after[k] for k in ("h_pre", "h_post", "h_res")}
-    result |= {k: after[k] for k in ("h_mix", "inv_rms")}
-    if up:
-        keys = [k for k in up if result[k].requires_grad]
-        result |= h._grads([rounded if k == "x_out" else result[k] for k in keys], [up[k] for k in keys], t)
-    return {k: a.detach() for k, a in result.items()}
-
-
-def run(
-    inputs: Inputs,
-    transpose_res: bool,
-    up: Mapping[str, Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> dict[str, Tensor]:
-    """Runs mhc_single_pass, and with ``up`` its backward, and names the results as :func:`oracle` does."""
-    known = {**h.PRE_OPTIONS, "transpose_res": transpose_res, **(options or {})}
-    return h.run_op("mhc_single_pass", inputs, up, known)
+oracle, run = h.oracle_fused, h.run_fused
 
 
 def oracle_coefficients(
@@ -135,19 +100,10 @@ def run_collapse(x: Tensor, h_pre: Tensor, dh_in: Tensor) -> dict[str, Tensor]:
 
 LAYER_UP = ("h_in", "h_post", "h_res")
 FUSED_UP = ("x_out", "h_in", "next_post", "next_res")
+_LAYER = lambda i, t, u, o: h.run_pre(i, u, o), lambda i, t, x, u, o: h.oracle_pre(i, u, o)
 FORMULAS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = {
-    "pre": (
-        h.make_inputs,
-        lambda i, t, u, o: h.run_pre(i, u, o),
-        lambda i, t, x, u, o: h.oracle_pre(i, u, o),
-        LAYER_UP,
-    ),
-    "head": (
-        functools.partial(h.make_inputs, head=True),
-        lambda i, t, u, o: h.run_head(i, u, o),
-        lambda i, t, x, u, o: h.oracle_head(i, u, o),
-        ("h_in",),
-    ),
+    "pre": (h.make_inputs, *_LAYER, LAYER_UP),
+    "head": (functools.partial(h.make_inputs, head=True), *_LAYER, ("h_in",)),
     "post": (
         h.make_post_inputs,
         lambda i, t, u, o: h.run_post(i, t, u and u["x_out"]),
