@@ -16,55 +16,37 @@ from torch import Tensor
 
 import mhc_inductor
 from mhc_inductor.ops import registry
+from tests.oracles.mhc import PRE_OPTIONS
 from tests.oracles.op_contract import op
-from tests.oracles.samples import OP_SAMPLES
+from tests.oracles.samples import MADE, OP_SAMPLES
 
 N, D, T = 4, 16, 3
 
 
+_ATTENTION = {"B": 1, "S": T, "S_kv": T, "G": 1, "Dk": D, "sink": True, "lengths": (T,), "key_lengths": (T,)}
+_MHC = {"lead": (T,), "width": D, "iters": 2}
+_BLOCKS = torch.zeros(1, T, 1, 2, dtype=torch.int64)
+_CU = torch.tensor([0, T], dtype=torch.int32)
+VALID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{f"mhc_{name}": (_MHC, {"norm_form": "outside"}) for name in ("pre", "head", "coefficients")},
+    **{f"mhc_{name}": (_MHC, {}) for name in ("post", "collapse", "sinkhorn")},
+    "e79_scan": ({"T": T, "B": 1, "n": N}, {}),
+    "selection_attention": ({**_ATTENTION, "segments": "mixed"}, {"v_width": D, "return_lse": True}),
+    **{f"index_{name}": ({"B": 1, "S": T, "T": T, "topk": 2, "kind": "everything"}, {}) for name in ("scores", "topk")},
+    "index_loss": ({"B": 1, "S": T, "T": T, "n": 2, "with_lse": True}, {"reduction": "sum"}),
+}
+"""Of each public function of an op a variant of its samples, and what the op does not take."""
+
+
 def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Returns each public function with a valid value for every argument."""
-    g = torch.Generator().manual_seed(0)
-
-    def r(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g)
-
-    m = N * N + 2 * N
-    collapse = {"norm_eps": 1e-6, "hc_eps": 1e-6}
-    pre = {"x": r(T, N, D), "phi": r(m, N * D), "alpha": r(3), "bias": r(m), "gamma": r(N, D), **collapse}
-    pre |= {"post_mult": 2.0, "post_eps": 0.0, "sinkhorn_iters": 2, "sinkhorn_eps": 1e-6, "sinkhorn_form": "softmax"}
-    pre |= {"norm_form": "outside"}  # options in the order of the schema
-    head = {"x": r(T, N, D), "phi": r(N, N * D), "alpha": r(1), "bias": r(N), "gamma": r(N, D), **collapse}
-    head |= {"norm_form": "outside"}
-    post = {"x": r(T, N, D), "f_out": r(T, D), "h_post": r(T, N), "h_res": r(T, N, N), "transpose_res": True}
-    scan = {"kvqm": r(T, 1, 4 * N), "b_s": r(N), "b_m": r(N), "S0": r(1, N, N), "M0": r(1, N, N)}
-    cu = torch.tensor([0, T], dtype=torch.int32)
-    ranges = torch.tensor([0, T]).expand(1, T, 1, 1, 2)
-    attention = {"q": r(1, T, 1, 2, D), "k": r(1, 1, T, D), "v": r(1, 1, T, D), "ranges": ranges, "scale": 0.3}
-    ids = torch.zeros(1, T, dtype=torch.int64)
-    attention |= {"sink": r(1, 2), "cu_seqlens_q": cu, "cu_seqlens_k": cu, "segments_q": ids, "segments_k": ids}
-    attention |= {"v_width": D, "return_lse": True}
-    blocks = {"block_indices": torch.zeros(1, T, 1, 2, dtype=torch.int64), "block_size": 2, "S_kv": T}
-    blocks |= {"causal": True, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
-    index = {"q": r(1, T, 2, D), "k": r(1, T, D), "w": r(1, T, 2), "scale": 0.3, "limit": torch.arange(T)[None]}
-    index |= {"mask": torch.ones(1, T, T, dtype=torch.bool), "segments_q": torch.arange(T)[None]}
-    index |= {"segments_k": torch.arange(T)[None]}
-    loss = {"q": r(1, T, 2, D), "k": r(1, T, D), "w": r(1, T, 2), "indices": torch.tensor([[[0, 2]] * T])}
-    loss |= {"attention_q": r(1, T, 1, 2, D), "attention_k": r(1, 1, T, D), "lse": r(1, T, 1, 2), "scale": 0.3}
-    loss |= {"attention_scale": 0.3, "reduction": "sum"}
+    blocks = {"block_indices": _BLOCKS, "block_size": 2, "S_kv": T, "causal": True}
+    found = {"blocks_to_ranges": {**blocks, "cu_seqlens_q": _CU, "cu_seqlens_k": _CU}}
+    found |= {name: {**MADE[name](**variant), **more} for name, (variant, more) in VALID.items()}
+    taken = {name: inspect.signature(getattr(mhc_inductor, name)).parameters for name in found}
     return {
-        "mhc_pre": (mhc_inductor.mhc_pre, pre),
-        "mhc_head": (mhc_inductor.mhc_head, head),
-        "mhc_post": (mhc_inductor.mhc_post, post),
-        "mhc_coefficients": (mhc_inductor.mhc_coefficients, pre),
-        "mhc_collapse": (mhc_inductor.mhc_collapse, {"x": r(T, N, D), "h_pre": r(T, N)}),
-        "mhc_sinkhorn": (mhc_inductor.mhc_sinkhorn, {"h_res": r(T, N, N), "iters": 2, "eps": 1e-6, "form": "exp"}),
-        "e79_scan": (mhc_inductor.e79_scan, scan),
-        "selection_attention": (mhc_inductor.selection_attention, attention),
-        "blocks_to_ranges": (mhc_inductor.blocks_to_ranges, blocks),
-        "index_scores": (mhc_inductor.index_scores, index),
-        "index_topk": (mhc_inductor.index_topk, {**index, "topk": 2}),
-        "index_loss": (mhc_inductor.index_loss, loss),
+        name: (getattr(mhc_inductor, name), {k: v for k, v in made.items() if k in taken[name]})
+        for name, made in found.items()
     }
 
 
@@ -320,12 +302,11 @@ def test_attention_over_a_list_of_one_key_shares_no_memory(queries, shared, kind
 
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1)])
 def test_mhc_of_one_token_shares_no_memory(lead):
-    g = {k: v for k, v in GOOD["mhc_pre"][1].items() if k != "x"}
     x = torch.randn(*lead, 2, 16)
     m = 8
     params = (torch.randn(m, 32), torch.randn(3), torch.randn(m), torch.randn(2, 16))
     for iters in (0, 1):
-        options = tuple({**g, "sinkhorn_iters": iters}[k] for k in list(g)[4:])
+        options = ({**PRE_OPTIONS, "sinkhorn_iters": iters, "norm_form": "outside"}).values()
         out = op("mhc_pre")(x, *params, *options)
         _apart(out, (x, *params))
         h_in, h_post, h_res, h_pre, h_mix, inv_rms = out

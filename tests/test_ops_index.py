@@ -43,15 +43,6 @@ def test_the_scores_of_chosen_keys_are_those_of_index_scores(kind, dtype):
 # --- the public functions -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", h.KINDS)
-def test_functions_against_fp64(kind):
-    args = h.make_inputs(2, 6, 40, 3, 8)
-    visible = h.visibility(kind, *args[:2])
-    named = dict(zip(("limit", "mask", "segments_q", "segments_k"), visible, strict=True))
-    assert error(index_scores(*args, scale=0.3, **named), h.oracle(*args, 0.3, visible)) < 1e-6
-    h.check_topk(index_topk(*args, 7, scale=0.3, **named), args, 7, 0.3, visible)
-
-
 @pytest.mark.parametrize("shape", [(), (40,), (1,), (6, 40), (6, 1), (1, 6, 40), (2, 1, 40), (2, 6, 1), (2, 6, 40)])
 def test_masks_broadcast(shape):
     args = h.make_inputs(2, 6, 40, 3, 8)

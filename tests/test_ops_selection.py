@@ -156,20 +156,6 @@ def by_definition(picks, size, s_kv, causal):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("s", "s_kv", "size"), [(9, 9, 4), (1, 21, 8), (3, 50, 7), (6, 2, 1), (4, 0, 5)])
-def test_blocks_to_ranges(s, s_kv, size, causal):
-    g = torch.Generator().manual_seed(s)
-    picks = torch.randint(-1, s_kv // size + 2, (2, s, 2, 5), generator=g)
-    picks[0, 0] = torch.tensor([2**40, -(2**62), -1, 0, 0])
-    ranges = mhc_inductor.blocks_to_ranges(picks, size, s_kv, causal=causal)
-    assert ranges.shape == (2, s, 2, 5, 2) and ranges.dtype is torch.int32
-    assert int(ranges.min()) >= 0 and int(ranges.max()) <= s_kv if ranges.numel() else True
-    picks = picks.clamp(max=s_kv)
-    for (b, t, group), want in by_definition(picks, size, s_kv, causal).items():
-        assert {p for a, z in ranges[b, t, group].tolist() for p in range(a, z)} == {p for p in want if p < s_kv}
-
-
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("key_lengths", [None, (9, 3, 0, 5)], ids=["same", "other"])
 def test_blocks_of_packed_sequences(key_lengths, causal):
     lengths, size = (6, 0, 3, 4), 2

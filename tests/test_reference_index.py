@@ -114,14 +114,3 @@ def test_gradients_of_hidden_keys_are_ignored():
         strict=True,
     ):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_gradients_have_the_inputs_dtypes(dtype):
-    args = h.make_inputs(dtype=dtype, w_dtype=F32)
-    g = torch.randn(2, 5, 9)
-    got = reference.index_scores_backward(g, *args, 0.7, *NONE)
-    exact = reference.index_scores_backward(g.double(), *(t.double() for t in args), 0.7, *NONE)
-    for t, x, want in zip(got, args, exact, strict=True):
-        assert (t.shape, t.dtype) == (x.shape, x.dtype)
-        assert (t.double() - want).norm() <= 2 * torch.finfo(t.dtype).eps * want.norm() + 1e-6
