@@ -90,19 +90,6 @@ def test_streaming_equals_the_whole(kwargs, cuts):
     assert (state.tail is None) == (a.conv == 0) and (state.tail is None or relative(state.tail, last.tail) < 1e-5)
 
 
-@pytest.mark.parametrize("kwargs", LAYERS.values(), ids=LAYERS)
-def test_decoding_step_by_step_equals_the_whole(kwargs):
-    a, x = layer(**kwargs), sequence()
-    whole, last = a(x)
-    ys, state = [], None
-    with torch.no_grad():
-        for t in range(T):
-            y, state = a.step(x[:, t], state)
-            ys.append(y)
-    close(torch.stack(ys, 1), whole)
-    close(state.S, last.S)
-
-
 def test_gradients_cross_the_calls_until_detached():
     a, x = layer(conv=3), sequence()
     a(x)[0].square().sum().backward()

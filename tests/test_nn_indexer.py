@@ -31,21 +31,6 @@ def attention_inputs(B=2, S=12, T=12, G=2, heads=3, Dk=8, dtype=F32, seed=5):
 # --- the choice ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("S", "T"), [(12, 12), (3, 20), (1, 40), (5, 2)])
-@pytest.mark.parametrize("topk", [1, 4, 64])
-def test_the_choice_is_causal_unless_told(S, T, topk):
-    q, k, w = make_inputs(2, S, T)
-    scale = 1 / math.sqrt(8)
-    picks = SparseIndexer(topk)(q, k, w)
-    count = min(topk, T)
-    assert picks.shape == (2, S, 1, count) and picks.dtype is torch.int32
-    position = torch.arange(S) + T - S
-    check_topk(picks[:, :, 0], (q, k, w), count, scale, ((position + 1).expand(2, S), None, None, None))
-    assert (picks <= position.view(1, S, 1, 1)).all() or S > T
-    every = SparseIndexer(topk, causal=False)(q, k, w)
-    check_topk(every[:, :, 0], (q, k, w), count, scale, (None,) * 4)
-
-
 def test_limits_masks_and_segments_are_passed_on():
     q, k, w = make_inputs(2, 6, 20)
     index = SparseIndexer(5, scale=0.3)
@@ -113,19 +98,6 @@ def test_a_selection_and_indices_exclude_each_other():
 
 
 # --- the loss -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_loss_is_the_dense_formulas(reduction):
-    q, k, w = make_inputs(2, 12, 12)
-    aq, ak, _ = attention_inputs()
-    index = SparseIndexer(4)
-    picks = index(q, k, w)
-    picks[0, :3] = -1
-    got = index.loss(q, k, w, picks, aq, ak, reduction=reduction)
-    rows = dense(q, k, w, picks[:, :, 0], aq, ak, None, 8**-0.5, 8**-0.5)
-    want = {"mean": rows.sum() / 21, "sum": rows.sum(), "none": rows}[reduction]
-    assert got.shape == want.shape and error(got, want) < 1e-5
 
 
 def test_the_loss_of_a_sink_and_of_more_keys_takes_their_lse():

@@ -12,7 +12,7 @@ import torch
 import mhc_inductor
 from mhc_inductor.nn import NativeSparseAttention, SelectionAttention
 from mhc_inductor.reference import selection_blocks
-from tests.oracles.selection import block_picks, choice, error, make_inputs, oracle
+from tests.oracles.selection import choice, error, make_inputs, oracle
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor
@@ -51,14 +51,6 @@ def test_selection_attention_on_ranges(sink):
     if sink:
         o.sum().backward()
         assert module.sink.grad.norm() > 0
-
-
-def test_selection_attention_on_blocks():
-    picks, _ = block_picks("rand", 2, 20, 2, 33, size=8, k=4)
-    inputs = make_inputs("none", F32, S=20, S_kv=33)
-    inputs["ranges"] = mhc_inductor.blocks_to_ranges(picks, 8, 33)
-    o = SelectionAttention(2, 3, block_size=8)(inputs["q"], inputs["k"], inputs["v"], picks)
-    assert error(o, oracle(inputs)["o"]) < 1e-6
 
 
 def test_selection_attention_on_packed_sequences():

@@ -153,7 +153,7 @@ def backward_arguments(ups: Iterable[Tensor | None], args: Sequence[Any], o: Ten
 def _entries(made: Mapping[str, Any], b: int, s: int, g: int) -> tuple[list[int], list[int]]:
     """Returns the keys of the entries that count, and the entries' places in the list."""
     if made.get("bias") is None:
-        keys = _selected(made, b, s, g)
+        keys = selected(made, b, s, g)
         return keys, []
     found: list[tuple[int, int]] = []
     for place, (key, bias) in enumerate(
@@ -165,7 +165,8 @@ def _entries(made: Mapping[str, Any], b: int, s: int, g: int) -> tuple[list[int]
     return [key for key, _ in found], [place for _, place in found]
 
 
-def _selected(made: Mapping[str, Any], b: int, s: int, g: int) -> list[int]:
+def selected(made: Mapping[str, Any], b: int, s: int, g: int) -> list[int]:
+    """Returns the keys that one query selects."""
     k = made["k"]
     if "mask" in made:
         shown = mask_row(made, b, s, g)
