@@ -12,6 +12,8 @@ from conftest import GPU, INTERPRETED
 
 from mhc_inductor import compat
 from mhc_inductor.kernels.mhc import config, fused_plan, gluon, single_pass_plan
+from mhc_inductor.ops.dims import results
+from mhc_inductor.ops.registry import argument_names
 from tests.oracles import mhc as h
 from tests.oracles import single_pass as one
 from tests.oracles.poisoned import Poisoned
@@ -21,6 +23,9 @@ from tests.tools.offline import TARGETS, Recorder, compile_all, part
 BF16, F32 = torch.bfloat16, torch.float32
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
 SIZED = {"sinkhorn_iters": 3}
+COEFFICIENTS = "mhc_coefficients", "mhc_blocks_coefficients"
+COLLAPSE = "mhc_slices_collapse", "mhc_blocks_collapse"
+"""What follows the projection, of many tokens and of few."""
 needs_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="wgmma")]
 
 
@@ -50,50 +55,39 @@ def launched(x, second, second_of_few):
 
 
 def run(inputs, transpose_res=True, options=None):
-    head = inputs["phi"].shape[0] == 4
-    o = {**h.HEAD_OPTIONS, **(options or {})} if head else {**h.PRE_OPTIONS, **SIZED, **(options or {})}
+    """Runs the plan of a fused op, or of mhc_single_pass where h_pre is among the inputs; returns its results by name."""
+    head, single = inputs["phi"].shape[0] == 4, "h_pre" in inputs
+    name = "mhc_single_pass" if single else "mhc_post_head" if head else "mhc_post_pre"
+    plan = getattr(single_pass_plan if single else fused_plan, f"plan_{name}")
+    known = {**h.PRE_OPTIONS, **({} if head else SIZED), "transpose_res": transpose_res, **inputs, **(options or {})}
     b = Poisoned(torch.device("cuda", torch.cuda.current_device()))
-    plan = fused_plan.plan_mhc_post_head if head else fused_plan.plan_mhc_post_pre
-    tensors = list(inputs.values())
-    out = plan(b, *tensors[:4], transpose_res, *tensors[4:], *o.values())
-    assert b.names == launched(inputs["x"], "mhc_slices_collapse", "mhc_blocks_collapse")
-    middle = () if head else ("next_post", "next_res")
-    return dict(zip(("x_out", "h_in", *middle, "h_pre", "h_mix", "inv_rms"), out, strict=True))
+    out = plan(b, *(known[a] for a in argument_names(name) if a in known))
+    assert b.names == launched(inputs["x"], *COEFFICIENTS if single else COLLAPSE)
+    return dict(zip(results(name), out, strict=True))
 
 
-def check(inputs, transpose_res=True, tolerance=2e-6, options=None):
-    head = inputs["phi"].shape[0] == 4
+run_single_pass = run
+
+
+def check(inputs, transpose_res=True, options=None):
     got = run(inputs, transpose_res, options)
-    sized = {**(options or {}), **({} if head else SIZED)}
+    sized = {**({} if inputs["phi"].shape[0] == 4 else SIZED), **(options or {})}
     want = h.oracle_fused(inputs, transpose_res, got["x_out"], None, sized)
-    h.compare({k: v for k, v in got.items() if v.numel()}, want, tolerance, 1.05)
-    apart = torch.ops.mhc_inductor.mhc_post(*(inputs[k] for k in ("x", "f_out", "h_post", "h_res")), transpose_res)
-    assert torch.equal(got["x_out"], apart)
-
-
-def run_single_pass(inputs, transpose_res=True, options=None):
-    b = Poisoned(torch.device("cuda", torch.cuda.current_device()))
-    tensors = list(inputs.values())
-    o = {**h.PRE_OPTIONS, **SIZED, **(options or {})}
-    out = single_pass_plan.plan_mhc_single_pass(b, *tensors[:5], transpose_res, *tensors[5:], *o.values())
-    assert b.names == launched(inputs["x"], "mhc_coefficients", "mhc_blocks_coefficients")
-    return dict(zip((*one.UP, "h_mix", "inv_rms"), out, strict=True))
-
-
-def check_single_pass(inputs, transpose_res=True, options=None):
-    got = run_single_pass(inputs, transpose_res, options)
-    want = one.oracle(inputs, transpose_res, got["x_out"], None, {**SIZED, **(options or {})})
     h.compare({k: v for k, v in got.items() if v.numel()}, want, 2e-6, 1.05)
     apart = torch.ops.mhc_inductor.mhc_post(*(inputs[k] for k in ("x", "f_out", "h_post", "h_res")), transpose_res)
     assert torch.equal(got["x_out"], apart)
 
 
+of_both = pytest.mark.parametrize("make", [h.make_fused_inputs, one.make_inputs], ids=["fused", "single_pass"])
+
+
 # At 1088 the last slice has two blocks; 2560, 4096, 7168 are the widths of the benchmark.
 @on_hopper
+@of_both
 @pytest.mark.parametrize("width", [1024, 1088, 2560, 4096, 7168])
 @pytest.mark.parametrize("tokens", [1, 77, 300])
-def test_parity(width, tokens):
-    check(h.make_fused_inputs((tokens,), 4, width, BF16, device="cuda"))
+def test_parity(width, tokens, make):
+    check(make((tokens,), 4, width, BF16, device="cuda"))
 
 
 @on_hopper
@@ -106,43 +100,21 @@ def test_variants(made, transpose_res):
 
 
 @on_hopper
-@pytest.mark.parametrize("tokens", [1, 77, 300])
-def test_eps_outside_the_root(tokens):
-    outside = {"norm_eps": 0.1, "norm_form": "outside"}
-    for head in (False, True):
-        check(h.make_fused_inputs((tokens,), 4, 1088, BF16, device="cuda", head=head), options=outside)
-    check_single_pass(one.make_inputs((tokens,), 4, 1088, BF16, device="cuda"), options=outside)
-
-
-@on_hopper
-@pytest.mark.parametrize("width", [1024, 1088, 2560, 4096, 7168])
-@pytest.mark.parametrize("tokens", [1, 77, 300])
-def test_single_pass(width, tokens):
-    check_single_pass(one.make_inputs((tokens,), 4, width, BF16, device="cuda"))
-
-
-@on_hopper
 @pytest.mark.parametrize("made", [{"gamma": False}, {"residual": False}, {"full": False}], ids=str)
 @pytest.mark.parametrize("transpose_res", [False, True])
-def test_single_pass_variants(made, transpose_res, monkeypatch):
-    if "full" in made:
-        monkeypatch.setitem(SIZED, "sinkhorn_iters", 0)
+def test_single_pass_variants(made, transpose_res):
     inputs = one.make_inputs((3, 50), 4, 1024, BF16, device="cuda", **made)
     inputs["h_pre"] = inputs["h_pre"].bfloat16()
-    check_single_pass(inputs, transpose_res)
+    check(inputs, transpose_res, {"sinkhorn_iters": 0} if "full" in made else None)
 
 
 @on_hopper
-def test_single_pass_of_no_token_and_of_many():
-    assert run_single_pass(one.make_inputs((0, 3), 4, 1024, BF16, device="cuda"))["h_in"].shape == (0, 3, 1024)
-    inputs = one.make_inputs((5000,), 4, 1088, BF16, device="cuda")
-    check_single_pass(inputs)
-    whole, again = run_single_pass(inputs), run_single_pass(inputs)
-    alone = {k: t if k in one.PARAMS else t[4321:4322].clone() for k, t in inputs.items()}
-    single = run_single_pass(alone)
-    for k, t in whole.items():
-        assert torch.equal(t, again[k]), k
-        assert torch.equal(t[4321:4322], single[k]), k
+@of_both
+@pytest.mark.parametrize("tokens", [1, 77, 300])
+def test_eps_outside_the_root(tokens, make):
+    for head in (False, True) if make is h.make_fused_inputs else (False,):
+        inputs = make((tokens,), 4, 1088, BF16, device="cuda", head=head)
+        check(inputs, options={"norm_eps": 0.1, "norm_form": "outside"})
 
 
 @on_hopper
@@ -154,25 +126,18 @@ def test_bf16_phi(gamma):
 
 
 @on_hopper
-def test_many_tokens():
-    """Tests more tiles than programs, so that each program takes several."""
-    check(h.make_fused_inputs((5000,), 4, 1024, BF16, device="cuda"))
-
-
-@on_hopper
-def test_no_token():
-    assert run(h.make_fused_inputs((0, 3), 4, 1024, BF16, device="cuda"))["h_in"].shape == (0, 3, 1024)
-
-
-@on_hopper
-def test_equal_bits_in_two_runs_and_in_any_batch():
-    inputs = h.make_fused_inputs((5000,), 4, 1088, BF16, device="cuda")
+@of_both
+@pytest.mark.parametrize("width", [1024, 1088])
+def test_no_token_and_many(make, width):
+    """Tests more tiles than programs, so that each program takes several; equal bits in two runs and in any batch."""
+    assert run(make((0, 3), 4, width, BF16, device="cuda"))["h_in"].shape == (0, 3, width)
+    inputs = make((5000,), 4, width, BF16, device="cuda")
+    check(inputs)
     whole, again = run(inputs), run(inputs)
-    alone = {k: t if k in ("phi", "alpha", "bias", "gamma") else t[4321:4322].clone() for k, t in inputs.items()}
-    one = run(alone)
+    alone = run({k: t if k in one.PARAMS else t[4321:4322].clone() for k, t in inputs.items()})
     for k, t in whole.items():
         assert torch.equal(t, again[k]), k
-        assert torch.equal(t[4321:4322], one[k]), k
+        assert torch.equal(t[4321:4322], alone[k]), k
 
 
 @on_hopper
@@ -207,11 +172,14 @@ def test_compiled(dynamic):
         assert h.relative(b, a) < 2e-3, "the gradients of the loss are rounded where Inductor fuses it"
 
 
+KINDS = ["pre", "gamma", "head", "plain", "bf16", "outside", "single_pass", "single_pass gamma"]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 @pytest.mark.parametrize(
     ("few", "case", "width"),
     part(
-        itertools.product([False, True], ["pre", "gamma", "head", "plain", "bf16", "outside"], [1088, 4096, 7168]),
+        itertools.product([False, True], KINDS, [1088, 4096, 7168]),
         lambda few, case, width: width == 4096 or case == "pre",
     ),
 )
@@ -223,37 +191,22 @@ def test_compiles_without_unnamed_spills(width, case, few):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     T, m = 64 if few else 8192, {"head": 4, "plain": 8}.get(case, 24)
-    post = (empty(T, 4, width, dtype=BF16), empty(T, width, dtype=BF16), empty(T, 4), empty(T, 4, 4), True)
+    post = (empty(T, 4, width, dtype=BF16), empty(T, width, dtype=BF16), empty(T, 4), empty(T, 4, 4))
     phi = empty(m, 4 * width, dtype=BF16 if case == "bf16" else F32)
-    params = (phi, empty(1 if case == "head" else 3), empty(m), empty(4, width) if case == "gamma" else None)
+    params = (phi, empty(1 if case == "head" else 3), empty(m), empty(4, width) if "gamma" in case else None)
+    options = {
+        **h.PRE_OPTIONS,
+        "sinkhorn_iters": 20,
+        **({"norm_form": "outside"} if case == "outside" else {}),
+    }.values()
     if case == "head":
-        fused_plan.plan_mhc_post_head(b, *post, *params, 1e-6, 1e-6)
+        fused_plan.plan_mhc_post_head(b, *post, True, *params, 1e-6, 1e-6)
+    elif "single" in case:
+        single_pass_plan.plan_mhc_single_pass(b, *post, empty(T, 4), True, *params, *options)
     else:
-        more = {"norm_form": "outside"} if case == "outside" else {}
-        fused_plan.plan_mhc_post_pre(b, *post, *params, *{**h.PRE_OPTIONS, "sinkhorn_iters": 20, **more}.values())
+        fused_plan.plan_mhc_post_pre(b, *post, True, *params, *options)
     seen, bad = compile_all(b.launches, "cuda:90", f"{case} {width}")
-    assert seen == set(launched(post[0], "mhc_slices_collapse", "mhc_blocks_collapse"))
-    assert not bad
-
-
-@pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
-@pytest.mark.parametrize(
-    ("few", "gamma", "width"),
-    part(itertools.product([False, True], [False, True], [1088, 4096, 7168]), lambda few, gamma, width: width == 4096),
-)
-def test_single_pass_compiles_without_unnamed_spills(width, gamma, few):
-    b = Recorder(TARGETS["cuda:90"][1])
-    b.gluon = True
-
-    def empty(*shape, dtype=F32):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    T = 64 if few else 8192
-    site = (empty(T, 4, width, dtype=BF16), empty(T, width, dtype=BF16), empty(T, 4), empty(T, 4, 4), empty(T, 4), True)
-    params = (empty(24, 4 * width), empty(3), empty(24), empty(4, width) if gamma else None)
-    single_pass_plan.plan_mhc_single_pass(b, *site, *params, *{**h.PRE_OPTIONS, "sinkhorn_iters": 20}.values())
-    seen, bad = compile_all(b.launches, "cuda:90", f"gamma={gamma} {width}")
-    assert seen == set(launched(site[0], "mhc_coefficients", "mhc_blocks_coefficients"))
+    assert seen == set(launched(post[0], *COEFFICIENTS if "single" in case else COLLAPSE))
     assert not bad
 
 
