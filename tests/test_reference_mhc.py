@@ -16,6 +16,7 @@ from tests.oracles.mhc import (
     RECORD,
     compare,
     make_inputs,
+    make_post_inputs,
     oracle_head,
     oracle_pre,
     oracle_sinkhorn,
@@ -24,7 +25,7 @@ from tests.oracles.mhc import (
     upstream,
 )
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EXACT = 1e-12
 LAYER = ("h_in", "h_post", "h_res")
 FORMS = [(0, "softmax"), (1, "softmax"), (20, "softmax"), (1, "exp"), (20, "exp"), (1, "exp_eps"), (20, "exp_eps")]
@@ -73,6 +74,37 @@ def test_no_token_one_token_any_leading_dimensions(name, lead, dtype):
         assert mhc_inductor.mhc_sinkhorn(inputs["h_res"]).shape == (*lead, 4, 4)
     if 0 in lead:
         assert all((got[f"d{k}"] == 0).all() and got[f"d{k}"].numel() for k in inputs.keys() & set(one.PARAMS))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
+@pytest.mark.parametrize("param_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("iters", [0, 20])
+def test_pre_dtypes(dtype, param_dtype, iters):
+    inputs = make_inputs((16,), 4, 64, dtype, param_dtype=param_dtype)
+    got = check("pre", inputs, options={"sinkhorn_iters": iters}, tolerance=2e-5)
+    wide = F64 if dtype is F64 else F32
+    assert got["h_in"].dtype is dtype and got["dx"].dtype is dtype
+    assert all(got[k].dtype is wide for k in ("h_post", "h_res", "h_pre", "h_mix", "inv_rms"))
+    assert all(got[k].dtype is param_dtype for k in ("dphi", "dalpha", "dbias", "dgamma"))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("f_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("h_dtype", [F32, BF16])
+def test_post_dtypes(dtype, f_dtype, h_dtype):
+    inputs = make_post_inputs((5,), 4, 24, dtype, f_dtype=f_dtype, h_dtype=h_dtype)
+    got = check("post", inputs, False, tolerance=1e-6)
+    assert [t.dtype for t in got.values()] == [dtype, dtype, f_dtype, h_dtype, h_dtype]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64])
+def test_sinkhorn_dtypes(dtype):
+    logits = torch.randn(6, 4, 4).to(dtype)
+    g = torch.randn(6, 4, 4).to(dtype)
+    got = {"h_res": torch.ops.mhc_inductor.mhc_sinkhorn(logits, 5, 1e-6, "softmax")}
+    got["dh_res"] = torch.ops.mhc_inductor.mhc_sinkhorn_backward(g, logits, 5, 1e-6, "softmax")
+    assert all(t.dtype is dtype for t in got.values())
+    compare(got, oracle_sinkhorn(logits, 5, 1e-6, "softmax", g), 1e-12 if dtype is F64 else 1e-5)
 
 
 @pytest.mark.parametrize(("iters", "form"), FORMS)
