@@ -84,13 +84,6 @@ def test_head_starts_as_the_mean():
     assert relative(HyperHead(D, N)(x), x.mean(-2)) < 0.02
 
 
-def test_expand():
-    x = torch.randn(2, 3, D, dtype=torch.bfloat16)
-    out = expand(x, 3)
-    assert out.shape == (2, 3, 3, D) and out.is_contiguous() and out.dtype is torch.bfloat16
-    assert all(torch.equal(out[:, :, i], x) for i in range(3))
-
-
 @pytest.mark.parametrize("kwargs", [{"gamma": True}, {"residual": False}, {"transpose_res": True, "sinkhorn_iters": 3}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_reach_every_parameter_and_x(kwargs, dtype):

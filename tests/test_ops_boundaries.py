@@ -16,9 +16,8 @@ from torch import Tensor
 
 import mhc_inductor
 from mhc_inductor.ops import registry
-from tests.oracles.mhc import PRE_OPTIONS
 from tests.oracles.op_contract import op
-from tests.oracles.samples import MADE, OP_SAMPLES
+from tests.oracles.samples import MADE, OP_SAMPLES, sample
 
 N, D, T = 4, 16, 3
 
@@ -245,19 +244,6 @@ def test_outputs_of_a_public_function_share_no_memory(name):
     _apart(fn(**given), given.values())
 
 
-@pytest.mark.parametrize("segment", [0, 1, 2])
-@pytest.mark.parametrize("states", [False, True])
-@pytest.mark.parametrize(("steps", "batch", "n"), [(1, 1, 4), (3, 1, 4), (2, 1, 1), (2, 2, 1), (1, 1, 1)])
-def test_the_states_of_a_scan_share_no_memory(steps, batch, n, states, segment):
-    initial = [torch.randn(batch, n, n) if states else None for _ in range(2)]
-    args = (torch.randn(steps, batch, 4 * n), torch.randn(n), None, *initial, segment)
-    out = op("e79_scan")(*args)
-    _apart(out, args)
-    kept = out[2].clone()
-    out[1].zero_()
-    assert torch.equal(out[2], kept)
-
-
 @pytest.mark.parametrize(("steps", "n"), [(1, 1), (1, 4), (3, 1), (3, 4)])
 def test_the_reference_of_a_scan_and_its_gradients_share_no_memory(steps, n):
     args = (
@@ -273,55 +259,41 @@ def test_the_reference_of_a_scan_and_its_gradients_share_no_memory(steps, n):
     _apart(op("e79_scan_backward")(*given), given)
 
 
-@pytest.mark.parametrize("name", [n for n in OP_SAMPLES if n.startswith("selection_attention")])
-@pytest.mark.parametrize("queries", [1, 3])
-def test_attention_of_one_query_head_and_key_shares_no_memory(name, queries):
-    q, k = torch.randn(1, queries, 1, 1, 1), torch.randn(1, 1, 1, 1)
-    args = (q, k, k.clone(), torch.tensor([0, 1]).expand(1, queries, 1, 1, 2), torch.randn(1, 1), None, None)
-    out = op("selection_attention")(*args, 1.0)
-    _apart(out, args)
-    if name.endswith("backward"):
-        given = (torch.randn_like(out[0]), torch.randn_like(out[1]), *args, *out)
-        _apart(op(name)(*given, 1.0), given)
+_KEY = {"B": 1, "G": 1, "h": 1, "Dk": 1, "S_kv": 1, "kind": "all", "sink": True}
+OF_ONE: list[tuple[str, dict[str, Any]]] = [
+    *[
+        ("e79_scan", {"T": steps, "B": batch, "n": n, "state": state, "segment": segment})
+        for steps, batch, n in ((1, 1, 4), (3, 1, 4), (2, 1, 1), (2, 2, 1), (1, 1, 1))
+        for state in (False, True)
+        for segment in (0, 1, 2)
+    ],
+    *[("selection_attention", {**_KEY, "S": queries, "r": 1}) for queries in (1, 3)],
+    *[
+        (f"selection_{kind}_attention", {**_KEY, "S": queries, "n": 1, "shared": shared})
+        for kind in ("list", "entry")
+        for shared in (False, True)
+        for queries in (1, 3)
+    ],
+    *[
+        (f"mhc_{name}", {"lead": lead, "n": 2, "iters": iters})
+        for name in ("pre", "post")
+        for lead in ((), (1,), (1, 1))
+        for iters in (0, 1)
+    ],
+    *[
+        ("mhc_sinkhorn", {"lead": (2,), "iters": iters, "form": form})
+        for iters in (0, 1)
+        for form in ("softmax", "exp", "exp_eps")
+    ],
+]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("kind", ["list", "entry"])
-def test_attention_over_a_list_of_one_key_shares_no_memory(queries, shared, kind):
-    q, k, sink = torch.randn(1, queries, 1, 1, 1), torch.randn(1, 1, 1, 1), torch.randn(1, 1)
-    lists = torch.zeros(1, 1, 1, 1, dtype=torch.int64).expand(1, queries, 1, 1)
-    biased = kind == "entry"
-    rest = (torch.randn(lists.shape), sink) if biased else (sink, *[None] * 4)
-    args, options = (q, k, None if shared else k.clone(), lists, *rest), (1.0, 1, *[True] * biased)
-    out = op(f"selection_{kind}_attention")(*args, *options)
-    _apart(out, args)
-    given = (torch.randn_like(out[0]), torch.randn_like(out[1]), *args, *out)
-    _apart(op(f"selection_{kind}_attention_backward")(*given, *options), given)
-
-
-@pytest.mark.parametrize("lead", [(), (1,), (1, 1)])
-def test_mhc_of_one_token_shares_no_memory(lead):
-    x = torch.randn(*lead, 2, 16)
-    m = 8
-    params = (torch.randn(m, 32), torch.randn(3), torch.randn(m), torch.randn(2, 16))
-    for iters in (0, 1):
-        options = ({**PRE_OPTIONS, "sinkhorn_iters": iters, "norm_form": "outside"}).values()
-        out = op("mhc_pre")(x, *params, *options)
-        _apart(out, (x, *params))
-        h_in, h_post, h_res, h_pre, h_mix, inv_rms = out
-        given = (h_in.clone(), h_post.clone(), h_res.clone(), x, *params, h_pre, h_post, h_mix, inv_rms, None)
-        _apart(op("mhc_pre_backward")(*given, *options), given)
-        after = op("mhc_post")(x, h_in, h_post, h_res, True)
-        _apart(after, (x, *out))
-        _apart(op("mhc_post_backward")(after, x, h_in, h_post, h_res, True), (after, x, *out))
-
-
-@pytest.mark.parametrize("iters", [0, 1])
-@pytest.mark.parametrize("form", ["softmax", "exp", "exp_eps"])
-def test_sinkhorn_never_returns_its_input(iters, form):
-    c = torch.rand(2, N, N)
-    _apart(mhc_inductor.mhc_sinkhorn(c, iters, form=form), (c,))
+@pytest.mark.parametrize(("name", "variant"), OF_ONE, ids=str)
+def test_ops_of_one_token_query_key_or_step_share_no_memory(name, variant):
+    names = [name, f"{name}_backward"] if variant.get("segment") != 0 else [name]
+    for one in names:
+        args = sample(one, **variant)
+        _apart(op(one)(*args), args)
 
 
 # --- blocks -------------------------------------------------------------------------------------------------
