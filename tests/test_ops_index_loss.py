@@ -11,16 +11,12 @@ from mhc_inductor import index_loss
 from mhc_inductor.reference import index_loss as reference
 from tests.oracles.index_loss import dense, make
 from tests.oracles.samples import trainable
+from tests.oracles.selection import error
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor
 NAMES = ("q", "k", "w", "indices", "attention_q", "attention_k", "lse", "scale", "attention_scale")
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def error(a, b):
-    a, b = a.detach().double(), b.detach().double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
 def loss_of(args):

@@ -8,7 +8,7 @@ oracle_pre(inputs, up, o), tol)``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -384,4 +384,25 @@ def compare(
         dtype = got[key].dtype
         low = roundings * rounding(dtype) if dtype in (torch.bfloat16, torch.float16) else 0.0
         assert error <= tolerance + low, f"{key}: relative error {error:.3g} above {tolerance + low:.3g}"
+    return errors
+
+
+def held(
+    got: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    plain: Callable[[], Mapping[str, Tensor]],
+    limit: Callable[[str], tuple[float, float]],
+    error: Callable[[Tensor, Tensor], float] = relative,
+) -> dict[str, float]:
+    """Asserts that every result is within ``limit`` of fp64: a tolerance and what rounding to its dtype may leave.
+
+    Twice the error of ``plain``, the same in fp32, is allowed too.
+    """
+    errors = {k: error(got[k], want[k]) for k in got}
+    assert errors.keys() == want.keys(), f"{sorted(errors)} instead of {sorted(want)}"
+    for key, found in errors.items():
+        base, low = limit(key)
+        if found > base + low:
+            allowed = 2 * error(plain()[key], want[key]) + low
+            assert found <= allowed, f"{key}: relative error {found:.3g} above {base + low:.3g} and {allowed:.3g}"
     return errors
