@@ -125,16 +125,7 @@ def hyper_connection(seed: int, lead: tuple[int, ...], dtype: torch.dtype, first
     module = _scrambled(HyperConnection(**options), seed)
     given = (x, h_pre) if options["single_pass"] else x
     made = {"x": x, **{k: getattr(module, k) for k in ("phi", "alpha", "bias", "gamma")}}
-    names = (
-        "norm_eps",
-        "hc_eps",
-        "post_mult",
-        "post_eps",
-        "sinkhorn_iters",
-        "sinkhorn_eps",
-        "sinkhorn_form",
-        "norm_form",
-    )
+    names = (*helpers_mhc.PRE_OPTIONS, "norm_form")
     exact = helpers_mhc.oracle_pre(made, options={k: getattr(module, k) for k in names})
     if options["single_pass"]:
         got, next_pre = module(given)
@@ -215,12 +206,8 @@ def selection_module(seed: int, form: str, sink: bool, one: bool, size: int, **s
     """Ranges, blocks or lists, the same of all groups (``one``) or not."""
     made = helpers_selection.make_inputs(**sizes, kind="odd", seed=seed)
     q, k, v = (laid_out(made[n], random.Random(seed + i)) for i, n in enumerate("qkv"))
-    options = {
-        "groups": sizes["G"],
-        "heads": sizes["h"],
-        "sink": sink,
-        "block_size": size if form == "blocks" else None,
-    }
+    options = {"groups": sizes["G"], "heads": sizes["h"], "sink": sink}
+    options["block_size"] = size if form == "blocks" else None
     module = _scrambled(SelectionAttention(**options), seed)
     g = torch.Generator().manual_seed(seed)
     chosen = torch.randint(-1, sizes["S_kv"] + 1, (sizes["B"], sizes["S"], sizes["G"], 3), generator=g)

@@ -26,6 +26,7 @@ from tests.oracles.selection import (
 )
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+I32 = torch.int32
 OPS = torch.ops.mhc_inductor
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -283,19 +284,9 @@ def test_export(fresh):
 # --- bad input ----------------------------------------------------------------------------------------------
 
 
-def bad(**change):
-    return {**make_inputs("odd", F32, S=3, S_kv=5, Dk=4, r=2, sink=True), **change}
-
-
-def zeros(*shape, dtype=F32, device="cpu"):
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-I32 = torch.int32
-
-
 def test_odd_ranges_are_accepted():
-    inputs = bad(ranges=torch.tensor([[5, 2], [-9, 99]], dtype=I32).expand(2, 3, 2, 2, 2))
+    inputs = make_inputs("odd", F32, S=3, S_kv=5, Dk=4, r=2, sink=True)
+    inputs["ranges"] = torch.tensor([[5, 2], [-9, 99]], dtype=I32).expand(2, 3, 2, 2, 2)
     everything = {**inputs, "ranges": torch.tensor([[0, 5]], dtype=I32).expand(2, 3, 2, 1, 2)}
     assert error(mhc_inductor.selection_attention(**inputs), oracle(everything)["o"]) < 1e-6
     for ranges in (torch.zeros_like(inputs["ranges"]), inputs["ranges"].flip(-1) + 100):
@@ -311,10 +302,10 @@ def test_the_reference_is_the_specification():
 @pytest.mark.parametrize(
     ("boundaries", "kind", "message"),
     [
-        ((None, zeros(3, dtype=I32)), ValueError, "cu_seqlens_k must be None where cu_seqlens_q is"),
-        ((zeros(3), None), TypeError, "cu_seqlens_q must be int32 or int64, got torch.float32"),
-        ((zeros(0, dtype=I32), None), ValueError, r"cu_seqlens_q must have shape \[N\+1\], got \[0\]"),
-        ((zeros(3, dtype=I32), zeros(4, dtype=I32)), ValueError, r"cu_seqlens_q's shape \[3\], got \[4\]"),
+        ((None, torch.zeros(3, dtype=I32)), ValueError, "cu_seqlens_k must be None where cu_seqlens_q is"),
+        ((torch.zeros(3), None), TypeError, "cu_seqlens_q must be int32 or int64, got torch.float32"),
+        ((torch.zeros(0, dtype=I32), None), ValueError, r"cu_seqlens_q must have shape \[N\+1\], got \[0\]"),
+        ((torch.zeros(3, dtype=I32), torch.zeros(4, dtype=I32)), ValueError, r"cu_seqlens_q's shape \[3\], got \[4\]"),
     ],
     ids=["keys_only", "dtype", "none", "other"],
 )
