@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The E79 ops and the public function: opcheck, gradients, validation, vmap, autocast, compilation on a CPU."""
+"""The E79 scan: NaN, checkpoints, what Inductor makes of it on a CPU. Its contract is in ``test_ops_contract.py``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index ops and public functions: opcheck, gradients, validation, vmap, autocast, compilation on a CPU."""
+"""The index ops: chosen scores, masks, sizes, gradients, memory. Their contract is in ``test_ops_contract.py``."""
 
 from __future__ import annotations
 

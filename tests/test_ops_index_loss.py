@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op of an indexer's training loss: the dense formula, gradients, opcheck, memory, validation, vmap, compilation."""
+"""The op of an indexer's training loss: the dense formula, gradients, NaN, memory, and the public function."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection attention's ops and public functions: opcheck, gradients, validation, vmap, autocast, compilation."""
+"""Selection attention and blocks: scale, lse, segments, blocks, compilation. The contract is in ``test_ops_contract.py``."""
 
 from __future__ import annotations
 
