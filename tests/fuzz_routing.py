@@ -29,7 +29,6 @@ import torch.nn.functional as F
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.source_hash import ROUTING, source_hash
@@ -93,15 +92,6 @@ def _broken(b: Block, x: Tensor) -> Tensor:
     return x + 0.1
 
 
-def _by_shape(b: Block, x: Tensor) -> Tensor:
-    return b.linear(x) if x.shape[1] > 2 else b.norm(x)
-
-
-def _by_value(b: Block, x: Tensor) -> Tensor:
-    # The sum of all of x would be 0 up to rounding after a layer norm, so the branch would depend on rounding.
-    return x * 2 if float(x.detach()[..., 0].sum()) > 0 else x * 0.5
-
-
 def _written(b: Block, x: Tensor) -> Tensor:
     y = x.clone()
     y[..., 0, :] = y[..., 1, :] * b.number
@@ -128,14 +118,8 @@ def _unused(b: Block, x: Tensor) -> Tensor:
 
 def _rms_gate(b: Block, x: Tensor) -> Tensor:
     """Computes a norm, a sigmoid and a sum over streams that are not mHC."""
-    v = x.flatten(-2)
-    gate = torch.sigmoid(F.rms_norm(v, (b.n * b.width,))[..., : b.n])
+    gate = torch.sigmoid(F.rms_norm(x.flatten(-2), (b.n * b.width,))[..., : b.n])
     return x + (gate.unsqueeze(-1) * x).sum(-2, keepdim=True)
-
-
-def _attention(b: Block, x: Tensor) -> Tensor:
-    q = x.transpose(1, 2)
-    return x + F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
 
 
 def _balanced(b: Block, x: Tensor) -> Tensor:
@@ -169,14 +153,17 @@ OPERATIONS: dict[str, Callable[[Block, Tensor], Tensor]] = {
     "count": _count,
     "average": _average,
     "graph_break": _broken,
-    "by_shape": _by_shape,
-    "by_value": _by_value,
+    "by_shape": lambda b, x: b.linear(x) if x.shape[1] > 2 else b.norm(x),
+    # The sum of all of x would be 0 up to rounding after a layer norm, so the branch would depend on rounding.
+    "by_value": lambda b, x: x * 2 if float(x.detach()[..., 0].sum()) > 0 else x * 0.5,
     "written": _written,
     "written_view": _viewed,
     "hooked": _hooked,
     "unused": _unused,
     "rms_gate": _rms_gate,
-    "attention": _attention,
+    "attention": lambda b, x: (
+        x + F.scaled_dot_product_attention(*[x.transpose(1, 2)] * 3, is_causal=True).transpose(1, 2)
+    ),
     "balanced": _balanced,
 }
 
@@ -248,92 +235,39 @@ def random_case(i: int, seed: int) -> Case:
 
 # --- small models of transformers ---------------------------------------------------------------------------
 
-_TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+_SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "eos_token_id", "sep_token_id"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "bos_token_id", "cls_token_id"), 1),
+    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 64),
+    **dict.fromkeys(("head_dim", "d_kv", "image_size", "max_target_positions", "moe_intermediate_size"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("patch_size", "state_size", "num_mel_bins", "max_source_positions"), 8),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
+    "rotary_pct": 0.5,
 }
-_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 1}
-_MLA = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "deepseek_v4": {},
-    "llama": _TEXT,
-    "qwen2": _TEXT,
-    "qwen3": _TEXT,
-    "gemma": _TEXT,
-    "gemma2": _TEXT,
-    "mistral": _TEXT,
-    "mixtral": {**_TEXT, **_MOE},
-    "qwen3_moe": {**_TEXT, **_MOE},
-    "gpt_oss": {**_TEXT, **_MOE},
-    "deepseek_v3": {**{k: v for k, v in _TEXT.items() if k != "head_dim"}, **_MLA},
-    "olmo": _TEXT,
-    "olmo2": _TEXT,
-    "granite": _TEXT,
-    "starcoder2": _TEXT,
-    "stablelm": _TEXT,
-    "cohere": _TEXT,
-    "phi": _TEXT,
-    "phi3": _TEXT,
-    "gpt_neox": {**_TEXT, "rotary_pct": 0.5},
-    "gpt2": _GPT2,
-    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2},
-    "falcon": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "opt": {**_TEXT, "ffn_dim": 48, "word_embed_proj_dim": 32},
-    "bert": _TEXT,
-    "roberta": _TEXT,
-    "modernbert": {**_TEXT, "cls_token_id": 1, "sep_token_id": 2},
-    "t5": {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2},
-    "vit": _VISION,
-    "clip_vision_model": _VISION,
-    "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
-    "whisper": {
-        "vocab_size": 64,
-        "d_model": 32,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "num_mel_bins": 8,
-        "max_source_positions": 8,
-        "max_target_positions": 16,
-        "pad_token_id": 0,
-        "decoder_start_token_id": 1,
-    },
-}
-"""Maps each configuration type to the values that make the model small."""
+"""Sizes that make a model small, under the names that its configuration has for them."""
+MODELS = (
+    *("deepseek_v4", "llama", "qwen2", "qwen3", "gemma", "gemma2", "mistral", "mixtral", "qwen3_moe", "gpt_oss"),
+    *("deepseek_v3", "olmo", "olmo2", "granite", "starcoder2", "stablelm", "cohere", "phi", "phi3", "gpt_neox"),
+    *("gpt2", "bloom", "falcon", "opt", "bert", "roberta", "modernbert", "t5", "vit", "clip_vision_model"),
+    *("mamba", "whisper"),
+)
+"""Types of configurations."""
+
+
+def _small(name: str) -> Any:
+    """Returns a configuration of this type, with those of the small sizes that it has."""
+    from transformers import AutoConfig
+
+    names = {**vars(AutoConfig.for_model(name)), **type(AutoConfig.for_model(name)).attribute_map}
+    own = {"mamba": "intermediate_size", "whisper": "num_hidden_layers"}.get(name)  # which others of its sizes give
+    return AutoConfig.for_model(name, **{k: v for k, v in _SMALL.items() if k in names and k != own})
 
 
 class Outputs(nn.Module):
@@ -353,7 +287,7 @@ class Outputs(nn.Module):
 
 def model_case(name: str, seed: int = 0) -> Case:
     """Returns a small transformers model with random weights, for inference."""
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
     torch.manual_seed(seed)
     ids = torch.randint(3, 60, (2, 8))
@@ -364,7 +298,7 @@ def model_case(name: str, seed: int = 0) -> Case:
         config = deepseek_model.config(deepseek_model.TINY)
         config.hc_sinkhorn_iters = 3
     else:
-        config = AutoConfig.for_model(name, **MODELS[name])
+        config = _small(name)
     config.use_cache = False
     if name == "t5":
         inputs = (ids, ids)
@@ -452,31 +386,20 @@ def summary(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
 
 
 def main(
-    modules: Annotated[int, typer.Option(help="Random modules.")] = 500,
-    models: Annotated[int, typer.Option(help="Models of transformers, in the order of MODELS.")] = len(MODELS),
-    inductor: Annotated[int, typer.Option(help="Random modules that also go through Inductor.")] = 6,
     jobs: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
-    out: Annotated[Path, typer.Option(help="Where the counts go.")] = RESULT,
 ) -> None:
     """Compile random modules and models with and without routing; exit with 1 if routing changed anything."""
     console, start = Console(), time.perf_counter()
-    tasks: list[tuple[str, int | str, int]] = [("model", name, seed) for name in list(MODELS)[:models]]
-    tasks += [("inductor", 2 * i, seed) for i in range(inductor)]
-    tasks += [("module", i, seed) for i in range(modules)]
+    tasks: list[tuple[str, int | str, int]] = [("model", name, seed) for name in MODELS]
+    tasks += [("inductor", 2 * i, seed) for i in range(6)] + [("module", i, seed) for i in range(500)]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         outcomes = list(track(pool.map(outcome, tasks), "compiling", len(tasks), console=console))
     result = summary(outcomes, seed)
-    table = Table("kind", "compiled", "with routed ops", "problems")
-    for kind, count in result["by_kind"].items():
-        bad = sum(bool(o.problem) for o in outcomes if o.kind == kind)
-        table.add_row(kind, str(count), str(result["with_routed_ops"][kind]), str(bad))
-    console.print(table)
-    for o in outcomes:
-        if o.problem:
-            console.print(f"{o.name}: {o.problem}", markup=False)
+    for key in ("by_kind", "with_routed_ops", "problems"):
+        console.print(key, result[key], markup=False)
     console.print(f"{time.perf_counter() - start:.0f} s")
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
     if result["problems"]:
         raise typer.Exit(1)
 

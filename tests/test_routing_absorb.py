@@ -84,14 +84,16 @@ def _expanded(k: Tensor, rot: Tensor) -> Tensor:
     return rot.expand(-1, k.shape[1], -1, -1)
 
 
-def cat(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = _both(m, c)
+def _joined(rot: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([k, _expanded(k, rot)], dim=-1), v
 
 
-def rope_first(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = _both(m, c)
-    return torch.cat([_expanded(k, rot), k], dim=-1), v
+def _halves(rot: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+    return _joined(rot, kv[..., :NOPE], kv[..., NOPE:])
+
+
+def cat(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    return _joined(rot, *_both(m, c))
 
 
 def copies(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,44 +112,19 @@ def assigned(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
     return key, v
 
 
-def no_rope(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    return _both(m, c)
-
-
-def two_maps(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = (f(c[:, 0]).unflatten(-1, (m.heads, -1)).transpose(1, 2) for f in (m.k_b_proj, m.v_b_proj))
-    return torch.cat([k, _expanded(k, rot)], dim=-1), v
-
-
-def matmul(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    kv = (c[:, 0] @ m.kv_b_proj.weight.t()).unflatten(-1, (m.heads, NOPE + V)).permute(0, 2, 1, 3)
-    k, v = kv[..., :NOPE], kv[..., NOPE:]
-    return torch.cat([k, _expanded(k, rot)], dim=-1), v
-
-
 def einsum(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
     w = m.kv_b_proj.weight.view(m.heads, NOPE + V, LATENT)
     k = torch.einsum("btl,hdl->bhtd", c[:, 0], w[:, :NOPE])
-    v = torch.einsum("btl,hel->bhte", c[:, 0], w[:, NOPE:])
-    return torch.cat([k, _expanded(k, rot)], dim=-1), v
+    return _joined(rot, k, torch.einsum("btl,hel->bhte", c[:, 0], w[:, NOPE:]))
 
 
-def blocks_of_rows(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = (
-        t.unflatten(-1, (m.heads, -1)).transpose(1, 2)
-        for t in m.kv_b_proj(c[:, 0]).split([m.heads * NOPE, m.heads * V], dim=-1)
-    )
-    return torch.cat([k, _expanded(k, rot)], dim=-1), v
+def _by_head(m: Latent, *parts: Tensor) -> list[Tensor]:
+    return [t.unflatten(-1, (m.heads, -1)).transpose(1, 2) for t in parts]
 
 
 def values_first(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
     v, k = m.kv_b_proj(c[:, 0]).unflatten(-1, (m.heads, V + NOPE)).transpose(1, 2).split([V, NOPE], dim=-1)
-    return torch.cat([k, _expanded(k, rot)], dim=-1), v
-
-
-def repeated(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = _both(m, c)
-    return torch.cat([k, rot.repeat(1, m.heads, 1, 1)], dim=-1).contiguous(), v.contiguous()
+    return _joined(rot, k, v)
 
 
 def two_ropes(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,30 +139,38 @@ def in_static_cache(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
     return cat(m, cache[:, :, : c.shape[2]], rot)
 
 
-def used_elsewhere(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = cat(m, c, rot)
-    m.seen = k.sum()
-    return k, v
-
-
-SPELLINGS: dict[str, tuple[Kv, dict[str, Any]]] = {
-    "cat": (cat, {}),
-    "cat, sdpa": (cat, {"call": True}),
-    "q as projected": (cat, {"rotate": False}),
-    "rope first": (rope_first, {}),
-    "copies": (copies, {}),
-    "copies, sdpa": (copies, {"call": True}),
-    "assigned": (assigned, {}),
-    "no rope": (no_rope, {"rope": False}),
-    "two maps": (two_maps, {}),
-    "matmul": (matmul, {}),
-    "einsum": (einsum, {}),
-    "blocks of rows": (blocks_of_rows, {}),
-    "values first": (values_first, {}),
-    "repeated": (repeated, {}),
-    "two ropes": (two_ropes, {}),
-    "static cache": (in_static_cache, {}),
+SPELLINGS: dict[str, Kv] = {
+    "cat": cat,
+    "cat, sdpa": cat,
+    "q as projected": cat,
+    "rope first": lambda m, c, rot: (torch.cat([_expanded((kv := _both(m, c))[0], rot), kv[0]], dim=-1), kv[1]),
+    "copies": copies,
+    "copies, sdpa": copies,
+    "assigned": assigned,
+    "no rope": lambda m, c, rot: _both(m, c),
+    "two maps": lambda m, c, rot: _joined(rot, *_by_head(m, m.k_b_proj(c[:, 0]), m.v_b_proj(c[:, 0]))),
+    "matmul": lambda m, c, rot: _halves(
+        rot, (c[:, 0] @ m.kv_b_proj.weight.t()).unflatten(-1, (m.heads, NOPE + V)).permute(0, 2, 1, 3)
+    ),
+    "einsum": einsum,
+    "blocks of rows": lambda m, c, rot: _joined(
+        rot, *_by_head(m, *m.kv_b_proj(c[:, 0]).split([m.heads * NOPE, m.heads * V], dim=-1))
+    ),
+    "values first": values_first,
+    "repeated": lambda m, c, rot: (
+        torch.cat([(kv := _both(m, c))[0], rot.repeat(1, m.heads, 1, 1)], dim=-1).contiguous(),
+        kv[1].contiguous(),
+    ),
+    "two ropes": two_ropes,
+    "static cache": in_static_cache,
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"call": True} for name in ("cat, sdpa", "copies, sdpa")},
+    **{name: {"bias": True} for name in ("bias", "bias, copies")},
+    "q as projected": {"rotate": False},
+    "no rope": {"rope": False},
+}
+"""What spellings and formulas that are left need of :class:`Latent`."""
 
 
 # --- running a graph with absorption ---
@@ -244,18 +229,33 @@ def _emit(edit: Edit, match: Match) -> list[Any]:
 
 
 def absorbed(
-    model: nn.Module, inputs: tuple[Any, ...], grad: bool = True, dynamic: bool | None = False, symbolic: Any = ()
+    fn: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    grad: bool = True,
+    dynamic: bool | None = False,
+    model: nn.Module | None = None,
+    check: Verifier | None = None,
 ) -> tuple[Captured, Absorbing]:
-    backend = Absorbing()
+    """Runs ``fn`` with absorption; ``model``: whose parameters have gradients, by default ``fn``."""
+    backend = Absorbing(check=check)
     torch._dynamo.reset()
-    fn = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
-    return Captured(*evaluate(fn, inputs, [*model.named_parameters()], grad, symbolic)), backend
+    compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
+    return Captured(*evaluate(compiled, inputs, [*(model or fn).named_parameters()], grad)), backend
+
+
+def same(
+    fn: Callable[..., Any], inputs: tuple[Any, ...], grad: bool = True, model: nn.Module | None = None
+) -> tuple[Captured, Absorbing]:
+    """Asserts that one attention is absorbed, with eager's values and gradients."""
+    got, backend = absorbed(fn, inputs, grad, model=model)
+    assert [type(x) for x in backend.found] == [Absorbed], backend.found
+    assert difference(got, eager(fn, inputs, [*(model or fn).named_parameters()], grad)) < 1e-12
+    return got, backend
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float64) -> Latent:
     torch.manual_seed(3)
-    kv, options = SPELLINGS[name]
-    return Latent(kv, **options).to(dtype)
+    return Latent((SPELLINGS | LEFT)[name], **OPTIONS.get(name, {})).to(dtype)
 
 
 def data(S: int = 9, B: int = 2, dtype: torch.dtype = torch.float64, T: int | None = None) -> tuple[Tensor, Tensor]:
@@ -277,10 +277,7 @@ def _expansions(backend: Absorbing) -> list[str]:
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_same_values_and_gradients(name: str) -> None:
-    model, inputs = model_of(name), data()
-    got, backend = absorbed(model, inputs)
-    assert [type(x) for x in backend.found] == [Absorbed], backend.found
-    assert difference(got, eager(model, inputs, [*model.named_parameters()])) < 1e-12
+    _, backend = same(model_of(name), data())
     # Without rope all of q has as many features as the keys.
     assert name == "no rope" or not _expansions(backend)
 
@@ -300,71 +297,26 @@ def test_dynamic_sizes(name: str) -> None:
 
 @pytest.mark.parametrize(("S", "B"), [(1, 2), (9, 1), (1, 1)])
 def test_one_query_one_sequence(S: int, B: int) -> None:
-    model, (x, rows) = model_of("copies"), data(S, B, T=7 + S)
-    past = torch.randn(B, 1, 7, LATENT + ROPE, dtype=torch.float64)
-    got, backend = absorbed(model, (x, rows, past))
-    assert [type(x) for x in backend.found] == [Absorbed], backend.found
-    assert difference(got, eager(model, (x, rows, past), [*model.named_parameters()])) < 1e-12
+    same(model_of("copies"), (*data(S, B, T=7 + S), torch.randn(B, 1, 7, LATENT + ROPE, dtype=torch.float64)))
 
 
 # --- what is left as the model wrote it ---
 
 
-def two_latents(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    return cat(m, c, rot)[0], cat(m, c.tanh(), rot)[1]
-
-
-def normed(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = _both(m, c)
-    return torch.cat([F.rms_norm(k, (NOPE,)), _expanded(k, rot)], dim=-1), v
-
-
-def normed_together(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = cat(m, c, rot)
-    return F.rms_norm(k, (NOPE + ROPE,)), v
-
-
 def latent_per_head(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    own = c * m.own[:, None, None]
     w = m.kv_b_proj.weight.view(m.heads, NOPE + V, LATENT)
-    kv = torch.einsum("bhtl,hdl->bhtd", own, w)
-    return torch.cat([kv[..., :NOPE], _expanded(kv, rot)], dim=-1), kv[..., NOPE:]
-
-
-def scaled_per_head(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = cat(m, c, rot)
-    return k * m.own[:, None, None], v
+    return _halves(rot, torch.einsum("bhtl,hdl->bhtd", c * m.own[:, None, None], w))
 
 
 def hooked(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
     kv = m.kv_b_proj(c)
     kv.register_hook(lambda g: g * 2)
-    kv = kv.view(c.shape[0], c.shape[2], -1, NOPE + V).transpose(1, 2)
-    return torch.cat([kv[..., :NOPE], _expanded(kv, rot)], dim=-1), kv[..., NOPE:]
-
-
-def rope_per_head(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = _both(m, c)
-    return torch.cat([k, rot * m.own[:, None, None]], dim=-1), v
-
-
-def dropped_out(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = cat(m, c, rot)
-    return F.dropout(k, 0.5), v
-
-
-def dropped_out_twice(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    return cat(m, F.dropout(c, 0.5), rot)[0], cat(m, F.dropout(c, 0.5), rot)[1]
+    return _halves(rot, kv.view(c.shape[0], c.shape[2], -1, NOPE + V).transpose(1, 2))
 
 
 def merged_weight(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
     kv = F.linear(c, m.kv_b_proj.weight * 2).view(c.shape[0], c.shape[2], -1, NOPE + V).transpose(1, 2)
-    return torch.cat([kv[..., :NOPE], _expanded(kv, rot)], dim=-1), kv[..., NOPE:]
-
-
-def values_of_another_weight_and_latent(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, _ = cat(m, c, rot)
-    return k, F.silu(m.v_b_proj(c[:, 0])).unflatten(-1, (m.heads, -1)).transpose(1, 2)
+    return _halves(rot, kv)
 
 
 def partly_written(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
@@ -374,60 +326,69 @@ def partly_written(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
     return key, v
 
 
-def queries_detached(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = cat(m, c, rot)
-    return k.detach(), v
-
-
 def without_gradients(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         k, _ = cat(m, c, rot)
     return k, cat(m, c, rot)[1]
 
 
-LEFT: dict[str, tuple[Kv, dict[str, Any]]] = {
-    "two latents": (two_latents, {}),
-    "K normed": (normed, {}),
-    "K and rope normed": (normed_together, {}),
-    "bias": (cat, {"bias": True}),
-    "bias, copies": (copies, {"bias": True}),
-    "a latent for each head": (latent_per_head, {}),
-    "K scaled by head": (scaled_per_head, {}),
-    "hook": (hooked, {}),
-    "rope of each head": (rope_per_head, {}),
-    "dropout of K": (dropped_out, {}),
-    "dropout of the latent, twice": (dropped_out_twice, {}),
-    "weight computed": (merged_weight, {}),
-    "V activated": (values_of_another_weight_and_latent, {}),
-    "K partly written": (partly_written, {}),
-    "K detached": (queries_detached, {}),
-    "K without gradients": (without_gradients, {}),
+def changed(change: Callable[[Tensor, Latent], Tensor]) -> Kv:
+    """Returns :func:`cat` with keys that are changed after they are joined."""
+
+    def kv(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = cat(m, c, rot)
+        return change(k, m), v
+
+    return kv
+
+
+LEFT: dict[str, Kv] = {
+    "two latents": lambda m, c, rot: (cat(m, c, rot)[0], cat(m, c.tanh(), rot)[1]),
+    "K normed": lambda m, c, rot: (
+        torch.cat([F.rms_norm((kv := _both(m, c))[0], (NOPE,)), _expanded(kv[0], rot)], dim=-1),
+        kv[1],
+    ),
+    "K and rope normed": changed(lambda k, m: F.rms_norm(k, (NOPE + ROPE,))),
+    "bias": cat,
+    "bias, copies": copies,
+    "a latent for each head": latent_per_head,
+    "K scaled by head": changed(lambda k, m: k * m.own[:, None, None]),
+    "hook": hooked,
+    "rope of each head": lambda m, c, rot: (
+        torch.cat([(kv := _both(m, c))[0], rot * m.own[:, None, None]], dim=-1),
+        kv[1],
+    ),
+    "dropout of K": changed(lambda k, m: F.dropout(k, 0.5)),
+    "dropout of the latent, twice": lambda m, c, rot: (
+        cat(m, F.dropout(c, 0.5), rot)[0],
+        cat(m, F.dropout(c, 0.5), rot)[1],
+    ),
+    "weight computed": merged_weight,
+    "V activated": lambda m, c, rot: (cat(m, c, rot)[0], *_by_head(m, F.silu(m.v_b_proj(c[:, 0])))),
+    "K partly written": partly_written,
+    "K detached": changed(lambda k, m: k.detach()),
+    "K without gradients": without_gradients,
 }
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_left_as_written(name: str) -> None:
-    kv, options = LEFT[name]
-    torch.manual_seed(3)
-    model, inputs = Latent(kv, **options).double(), data()
+    model, inputs = model_of(name), data()
     got, backend = absorbed(model, inputs)
     assert backend.found == [None]
     assert difference(got, eager(model, inputs, [*model.named_parameters()])) == 0.0
 
 
 def test_values_used_elsewhere_stay() -> None:
-    model, inputs = model_of("cat"), data()
+    model = model_of("cat")
+
+    def used_elsewhere(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = cat(m, c, rot)
+        m.seen = k.sum()
+        return k, v
+
     model.kv = used_elsewhere
-
-    def fn(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return model(x, rows), model.seen
-
-    backend = Absorbing()
-    torch._dynamo.reset()
-    parameters = [*model.named_parameters()]
-    got = Captured(*evaluate(torch.compile(fn, backend=backend, dynamic=False), inputs, parameters))
-    assert [type(x) for x in backend.found] == [Absorbed]
-    assert difference(got, eager(fn, inputs, parameters)) < 1e-12
+    _, backend = same(lambda x, rows: (model(x, rows), model.seen), data(), model=model)
     assert _expansions(backend)
 
 
@@ -502,38 +463,28 @@ def test_autocast(name: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(x, rows)
 
-    parameters = [*model.named_parameters()]
-    backend = Absorbing()
-    torch._dynamo.reset()
-    got = Captured(*evaluate(torch.compile(fn, backend=backend, dynamic=False), inputs, parameters))
-    assert [type(x) for x in backend.found] == [Absorbed], backend.found
-    assert isinstance(backend.found[0], Absorbed) and _dtype(backend.found[0]) is torch.bfloat16
+    got, backend = absorbed(fn, inputs, model=model)
+    (found,) = backend.found
+    assert isinstance(found, Absorbed) and _dtype(found) is torch.bfloat16, found
     want = eager(exact, (inputs[0].double(), inputs[1]), [*exact.named_parameters()])
-    not_worse(name, got, eager(fn, inputs, parameters), want)
+    not_worse(name, got, eager(fn, inputs, [*model.named_parameters()]), want)
 
 
 @pytest.mark.parametrize("frozen", ["q_b_proj", "kv_b_proj", "kv_a_proj"])
 def test_frozen_weights_get_no_gradient(frozen: str) -> None:
-    model, inputs = model_of("copies"), data()
+    model = model_of("copies")
     getattr(model, frozen).weight.requires_grad_(False)
-    got, backend = absorbed(model, inputs)
-    assert [type(x) for x in backend.found] == [Absorbed]
-    assert difference(got, eager(model, inputs, [*model.named_parameters()])) < 1e-12
+    same(model, data())
 
 
 def test_without_gradients() -> None:
-    model, inputs = model_of("copies"), data()
-    got, backend = absorbed(model, inputs, grad=False)
-    assert [type(x) for x in backend.found] == [Absorbed] and not _expansions(backend)
-    assert difference(got, eager(model, inputs, grad=False)) < 1e-12
+    assert not _expansions(same(model_of("copies"), data(), grad=False)[1])
 
 
 @pytest.mark.parametrize("name", ["cat", "copies", "assigned", "einsum"])
 def test_verified(name: str) -> None:
     """The formula that is cut out of the graph and its op agree on the verifier's own data."""
-    backend = Absorbing(check=Verifier())
-    torch._dynamo.reset()
-    evaluate(torch.compile(model_of(name), backend=backend, dynamic=False), data())
+    _, backend = absorbed(model_of(name), data(), check=Verifier())
     assert len(backend.errors) == 1 and backend.errors[0] is not None and backend.errors[0] < 1e-10
 
 
@@ -570,10 +521,7 @@ def test_heads_with_lists_of_their_own_are_left() -> None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
     own = torch.stack([rows, (rows + 1) % 9, (rows + 2) % 9], 1)
-    backend = Absorbing()
-    torch._dynamo.reset()
-    torch.compile(fn, backend=backend, dynamic=False)(x, own)
-    assert backend.found == [None]
+    assert absorbed(fn, (x, own), model=model)[1].found == [None]
 
 
 def test_sizes() -> None:
@@ -600,11 +548,11 @@ def one_element_and_cast(x: Tensor) -> Tensor:
     return new + 1
 
 
-def slice_used_later(x: Tensor) -> Tensor:
+def slice_used(x: Tensor, later: bool) -> Tensor:
     new = x * 2
     part = new[:, :2]
-    part.copy_(x[:, 2:4])
-    return new * part.sum()
+    written = part.copy_(x[:, 2:4])
+    return new * (part if later else written).sum()
 
 
 def slice_of_before_another_write(x: Tensor) -> Tensor:
@@ -615,39 +563,27 @@ def slice_of_before_another_write(x: Tensor) -> Tensor:
     return new.sin()
 
 
-def result_used(x: Tensor) -> Tensor:
-    new = x * 2
-    part = new[:, :2].copy_(x[:, 2:4])
-    return new * part.sum()
-
-
-def picked_by_a_list(x: Tensor) -> Tensor:
-    new = x * 2
-    new[:, [0, 1]].copy_(x[:, 2:4])
-    return new.sin()
-
-
 def of_an_input(x: Tensor) -> Tensor:
     y = x.view(6, 4)
     y[:, :2].copy_(y[:, 2:].detach())
     return y * 2
 
 
-def of_a_view(x: Tensor) -> Tensor:
+def into(part: Callable[[Tensor], Tensor], source: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     new = x * 2
-    new.view(6, 4)[:, :2].copy_(x.view(6, 4)[:, 2:])
+    part(new).copy_(source(x))
     return new.sin()
 
 
 SLICES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "written once": (written_once, 2),
     "one element, and a cast": (one_element_and_cast, 2),
-    "slice used later": (slice_used_later, 0),
+    "slice used later": (lambda x: slice_used(x, True), 0),
     "slice of before another write": (slice_of_before_another_write, 0),
-    "result used": (result_used, 0),
-    "picked by a list": (picked_by_a_list, 0),
+    "result used": (lambda x: slice_used(x, False), 0),
+    "picked by a list": (lambda x: into(lambda new: new[:, [0, 1]], lambda x: x[:, 2:4], x), 0),
     "of an input": (of_an_input, 0),
-    "of a view": (of_a_view, 0),
+    "of a view": (lambda x: into(lambda new: new.view(6, 4)[:, :2], lambda x: x.view(6, 4)[:, 2:], x), 0),
 }
 
 

@@ -6,6 +6,7 @@ Work is counted in calls, which are the same on every machine (tests/tools/work.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.tools.work import MOST, Work
 
 N, D, TOKENS = 4, 16, 6
 Case = Callable[..., Any]
+Deep = Callable[..., Any]
+"""A case whose last argument is the depth: how often a step of its formula is repeated."""
 
 
 def routed(fn: Case, *inputs: Tensor) -> tuple[Report, int]:
@@ -40,14 +43,16 @@ def routed(fn: Case, *inputs: Tensor) -> tuple[Report, int]:
     return report, work.calls
 
 
-def check(make: Callable[[int], Case], inputs: tuple[Tensor, ...], depths: tuple[int, int]) -> Report:
-    """Returns the report at the larger depth; asserts bounded work there, at most quadratic in the depth."""
-    _, short = routed(make(depths[0]), *inputs)
-    report, long = routed(make(depths[1]), *inputs)
+def at(depth: int, fn: Deep) -> Case:
+    return lambda *inputs: fn(*inputs, depth)
+
+
+def check(fn: Deep, inputs: tuple[Tensor, ...], depths: tuple[int, int]) -> None:
+    """Asserts bounded work at the larger depth, at most quadratic in the depth."""
+    short, long = (routed(at(depth, fn), *inputs)[1] for depth in depths)
     assert long < MOST, f"{long} calls at depth {depths[1]}, {short} at {depths[0]}"
     # Exponential work would take more than a hundred times as many calls.
     assert long < (depths[1] / depths[0]) ** 2 * short, (short, long)
-    return report
 
 
 def streams() -> tuple[Tensor, ...]:
@@ -64,133 +69,97 @@ def logits(x: Tensor, phi: Tensor) -> Tensor:
 # --- hyper-connections --------------------------------------------------------------------------------------
 
 
-def squared_logits(depth: int) -> Case:
-    def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
-        z = logits(x, phi)[..., :N]
-        for _ in range(depth):
-            z = z * z
-        return (torch.sigmoid(alpha[0] * z + bias[:N])[..., None] * x).sum(-2)
-
-    return fn
+def gates(z: Tensor, alpha: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns h_pre and h_post."""
+    return torch.sigmoid(alpha[0] * z[..., :N] + bias[:N]), 2 * torch.sigmoid(
+        alpha[1] * z[..., N : 2 * N] + bias[N : 2 * N]
+    )
 
 
-def squared_streams(depth: int) -> Case:
+def collapse(x: Tensor, z: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
+    return (torch.sigmoid(alpha[0] * z[..., :N] + bias[:N])[..., None] * x).sum(-2)
+
+
+def squared_logits(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, depth: int) -> Tensor:
+    z = logits(x, phi)[..., :N]
+    for _ in range(depth):
+        z = z * z
+    return collapse(x, z, alpha, bias)
+
+
+def squared_streams(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, depth: int) -> Tensor:
     """Squares the streams repeatedly before the norm, the projection and the collapse."""
-
-    def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
-        for k in range(depth):
-            x = x * x.clone() if k % 2 else x * x
-        z = logits(x, phi)[..., :N]
-        return (torch.sigmoid(alpha[0] * z + bias[:N])[..., None] * x).sum(-2)
-
-    return fn
+    for k in range(depth):
+        x = x * x.clone() if k % 2 else x * x
+    return collapse(x, logits(x, phi), alpha, bias)
 
 
-def squared_weights(depth: int) -> Case:
+def squared_weights(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, depth: int) -> Tensor:
     """Squares h_pre repeatedly before it weights the streams."""
-
-    def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
-        h = torch.sigmoid(alpha[0] * logits(x, phi)[..., :N] + bias[:N])
-        for _ in range(depth):
-            h = h * h
-        return (h[..., None] * x).sum(-2)
-
-    return fn
+    h = torch.sigmoid(alpha[0] * logits(x, phi)[..., :N] + bias[:N])
+    for _ in range(depth):
+        h = h * h
+    return (h[..., None] * x).sum(-2)
 
 
-def matrix_powers(depth: int) -> Case:
+def matrix_powers(x: Tensor, w: Tensor, alpha: Tensor, bias: Tensor, depth: int) -> Tensor:
     """Doubles the number of different factors at every step: no merging helps, only a cap."""
-
-    def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
-        w = phi[: N * D, :]
-        for _ in range(depth):
-            w = w @ w
-        z = logits(x, w)[..., :N]
-        return (torch.sigmoid(alpha[0] * z + bias[:N])[..., None] * x).sum(-2)
-
-    return fn
+    for _ in range(depth):
+        w = w @ w
+    return collapse(x, logits(x, w), alpha, bias)
 
 
-def skip_logits(depth: int) -> Case:
-    def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
-        z = logits(x, phi)[..., :N]
-        for k in range(depth):
-            z = z + (z.clone() + bias[k % N])
-        return (torch.sigmoid(alpha[0] * z + bias[:N])[..., None] * x).sum(-2)
-
-    return fn
+def skip_logits(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, depth: int) -> Tensor:
+    z = logits(x, phi)[..., :N]
+    for k in range(depth):
+        z = z + (z.clone() + bias[k % N])
+    return collapse(x, z, alpha, bias)
 
 
-def skip_mixes(depth: int) -> Case:
+def skip_mixes(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, depth: int) -> Tensor:
     """Nests sums in an expand-and-mix."""
-
-    def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
-        z = logits(x, phi)
-        h = torch.sigmoid(alpha[0] * z[..., :N] + bias[:N])
-        w = 2 * torch.sigmoid(alpha[1] * z[..., N : 2 * N] + bias[N : 2 * N])
-        f = torch.tanh((h[..., None] * x).sum(-2))
-        out = w[..., None] * f[..., None, :] + x
-        for _ in range(depth):
-            out = out + (out + x)
-        return out
-
-    return fn
+    h, w = gates(logits(x, phi), alpha, bias)
+    out = w[..., None] * torch.tanh((h[..., None] * x).sum(-2))[..., None, :] + x
+    for _ in range(depth):
+        out = out + (out + x)
+    return out
 
 
-def shifted_sums(depth: int) -> Case:
+def shifted_sums(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, depth: int) -> Tensor:
     """Sums different elements at each step, where neighbouring steps share elements."""
-
-    def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
-        z = F.pad(logits(x, phi), (0, depth))
-        for _ in range(depth):
-            z = z[..., 1:] + z[..., :-1]
-        return (torch.sigmoid(alpha[0] * z[..., :N] + bias[:N])[..., None] * x).sum(-2)
-
-    return fn
+    z = F.pad(logits(x, phi), (0, depth))
+    for _ in range(depth):
+        z = z[..., 1:] + z[..., :-1]
+    return collapse(x, z, alpha, bias)
 
 
-def nested_factors(depth: int) -> Case:
+def nested_factors(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, depth: int) -> Tensor:
     """Multiplies f by itself at each step before h_post weights it."""
-
-    def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
-        z = logits(x, phi)
-        h = torch.sigmoid(alpha[0] * z[..., :N] + bias[:N])
-        w = 2 * torch.sigmoid(alpha[1] * z[..., N : 2 * N] + bias[N : 2 * N])
-        f = torch.tanh((h[..., None] * x).sum(-2))
-        p = f[..., None, :].expand(x.shape)
-        for _ in range(depth):
-            p = p * p.clone()
-        return w[..., None] * p + x
-
-    return fn
+    h, w = gates(logits(x, phi), alpha, bias)
+    p = torch.tanh((h[..., None] * x).sum(-2))[..., None, :].expand(x.shape)
+    for _ in range(depth):
+        p = p * p.clone()
+    return w[..., None] * p + x
 
 
-MHC = [
-    squared_logits,
-    squared_streams,
-    squared_weights,
-    matrix_powers,
-    skip_logits,
-    skip_mixes,
-    shifted_sums,
-    nested_factors,
-]
+MHC = [squared_logits, squared_streams, squared_weights, matrix_powers, skip_logits, skip_mixes, shifted_sums]
+MHC.append(nested_factors)
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("make", MHC, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fn", MHC, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("depths", [(7, 14), (20, 40)], ids=str)
-def test_work_for_formulas_of_streams_is_bounded(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
-    check(make, streams_for(make), depths)
+def test_work_for_formulas_of_streams_is_bounded(fn: Deep, depths: tuple[int, int]) -> None:
+    check(fn, streams_for(fn), depths)
 
 
-def streams_for(make: Callable[[int], Case]) -> tuple[Tensor, ...]:
+def streams_for(fn: Deep) -> tuple[Tensor, ...]:
     x, phi, alpha, bias = streams()
-    return (x, torch.randn(N * D, N * D) * 0.1, alpha, bias) if make is matrix_powers else (x, phi, alpha, bias)
+    return (x, torch.randn(N * D, N * D) * 0.1 if fn is matrix_powers else phi, alpha, bias)
 
 
 def test_a_product_of_very_many_factors_is_a_near_miss() -> None:
-    report, calls = routed(matrix_powers(14), *streams_for(matrix_powers))
+    report, calls = routed(at(14, matrix_powers), *streams_for(matrix_powers))
     assert calls < MOST
     assert any(
         "too large to follow" in miss.reason and "test_routing_bounds" in miss.source for miss in report.near_misses
@@ -198,117 +167,95 @@ def test_a_product_of_very_many_factors_is_a_near_miss() -> None:
 
 
 def test_a_small_formula_is_not_called_too_large() -> None:
-    report, _ = routed(squared_logits(20), *streams())
+    report, _ = routed(at(20, squared_logits), *streams())
     assert not any("too large to follow" in miss.reason for miss in report.near_misses)
 
 
 # --- sinkhorn -----------------------------------------------------------------------------------------------
 
 
-def divisions(depth: int) -> Case:
-    def fn(t: Tensor) -> Tensor:
-        c = torch.softmax(t, -1) + 1e-6
+def divisions(t: Tensor, depth: int) -> Tensor:
+    c = torch.softmax(t, -1) + 1e-6
+    c = c / (c.sum(-2, keepdim=True) + 1e-6)
+    for _ in range(depth):
+        c = c / (c.sum(-1, keepdim=True) + 1e-6)
         c = c / (c.sum(-2, keepdim=True) + 1e-6)
-        for _ in range(depth):
-            c = c / (c.sum(-1, keepdim=True) + 1e-6)
-            c = c / (c.sum(-2, keepdim=True) + 1e-6)
-        return c
-
-    return fn
+    return c
 
 
-def scalings(depth: int) -> Case:
-    def fn(t: Tensor) -> Tensor:
-        k = torch.exp(t)
-        v = torch.ones_like(k[..., :1, :])
-        for _ in range(depth):
-            u = 1 / (k * v).sum(-1, keepdim=True)
-            v = 1 / (k * u).sum(-2, keepdim=True)
-        return u * k * v
-
-    return fn
+def scalings(t: Tensor, depth: int) -> Tensor:
+    k = torch.exp(t)
+    v = torch.ones_like(k[..., :1, :])
+    for _ in range(depth):
+        u = 1 / (k * v).sum(-1, keepdim=True)
+        v = 1 / (k * u).sum(-2, keepdim=True)
+    return u * k * v
 
 
-def odd_divisions(depth: int) -> Case:
+def odd_divisions(t: Tensor, depth: int) -> Tensor:
     """Resembles Sinkhorn iterations: every matrix occurs twice in the next one, and in its divisor."""
-
-    def fn(t: Tensor) -> Tensor:
-        c = torch.softmax(t, -1)
-        for _ in range(depth):
-            c = (c * c) / ((c * c.clone()).sum(-1, keepdim=True) + c)
-        return c
-
-    return fn
+    c = torch.softmax(t, -1)
+    for _ in range(depth):
+        c = (c * c) / ((c * c.clone()).sum(-1, keepdim=True) + c)
+    return c
 
 
-def log_domain(depth: int) -> Case:
-    def fn(t: Tensor) -> Tensor:
-        u, v = torch.zeros_like(t[..., :1]), torch.zeros_like(t[..., :1, :])
-        for _ in range(depth):
-            u = -torch.logsumexp(t + v, -1, keepdim=True)
-            v = -torch.logsumexp(t + u, -2, keepdim=True)
-        return torch.exp(t + u + v)
-
-    return fn
+def log_domain(t: Tensor, depth: int) -> Tensor:
+    u, v = torch.zeros_like(t[..., :1]), torch.zeros_like(t[..., :1, :])
+    for _ in range(depth):
+        u = -torch.logsumexp(t + v, -1, keepdim=True)
+        v = -torch.logsumexp(t + u, -2, keepdim=True)
+    return torch.exp(t + u + v)
 
 
-@pytest.mark.parametrize("make", [divisions, scalings, odd_divisions, log_domain], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fn", [divisions, scalings, odd_divisions, log_domain], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("depths", [(10, 20), (20, 40)], ids=str)
-def test_work_for_iterations_is_bounded(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
-    check(make, (torch.randn(TOKENS, N, N),), depths)
+def test_work_for_iterations_is_bounded(fn: Deep, depths: tuple[int, int]) -> None:
+    check(fn, (torch.randn(TOKENS, N, N),), depths)
 
 
 # --- E79 ----------------------------------------------------------------------------------------------------
 
 
-def recurrence(twist: Callable[[Tensor], Tensor]) -> Case:
-    """Returns two steps of E79 that apply ``twist`` to the product for a gate and to the state."""
+def recurrence(twist: Callable[[Tensor], Tensor], kvqm: Tensor, S: Tensor, M: Tensor, depth: int) -> tuple[Tensor, ...]:
+    """Returns two steps of E79 that apply ``twist`` ``depth`` times to the product for a gate and to the state."""
 
-    def fn(kvqm: Tensor, S: Tensor, M: Tensor) -> tuple[Tensor, ...]:
-        outs = []
-        for t in range(2):
-            k, v, q, m = kvqm[t].chunk(4, -1)
-            k = k / (k.norm(dim=-1, keepdim=True) + 1e-6)
-            m = m / (m.norm(dim=-1, keepdim=True) + 1e-6)
-            r = torch.sigmoid(twist((M @ k[..., None])[..., 0]))
-            c = torch.sigmoid((M.mT @ k[..., None])[..., 0])
-            delta = v - (S @ k[..., None])[..., 0]
-            S1 = r[..., :, None] * S * c[..., None, :] + delta[..., :, None] * k[..., None, :]
-            p = torch.sigmoid((S1 @ m[..., None])[..., 0])
-            w = torch.sigmoid((S1.mT @ m[..., None])[..., 0])
-            g = delta - (M @ m[..., None])[..., 0]
-            M = p[..., :, None] * M * w[..., None, :] + g[..., :, None] * m[..., None, :]
-            S = twist(S1)
-            y = (S1 @ q[..., None])[..., 0]
-            outs.append(y * F.silu(y))
-        return torch.stack(outs), S, M
-
-    return fn
-
-
-def e79_skips(depth: int) -> Case:
-    def twist(t: Tensor) -> Tensor:
+    def twisted(t: Tensor) -> Tensor:
         for _ in range(depth):
-            t = t + (t.clone() - 1)
+            t = twist(t)
         return t
 
-    return recurrence(twist)
+    outs = []
+    for t in range(2):
+        k, v, q, m = kvqm[t].chunk(4, -1)
+        k = k / (k.norm(dim=-1, keepdim=True) + 1e-6)
+        m = m / (m.norm(dim=-1, keepdim=True) + 1e-6)
+        r = torch.sigmoid(twisted((M @ k[..., None])[..., 0]))
+        c = torch.sigmoid((M.mT @ k[..., None])[..., 0])
+        delta = v - (S @ k[..., None])[..., 0]
+        S1 = r[..., :, None] * S * c[..., None, :] + delta[..., :, None] * k[..., None, :]
+        p = torch.sigmoid((S1 @ m[..., None])[..., 0])
+        w = torch.sigmoid((S1.mT @ m[..., None])[..., 0])
+        g = delta - (M @ m[..., None])[..., 0]
+        M = p[..., :, None] * M * w[..., None, :] + g[..., :, None] * m[..., None, :]
+        S = twisted(S1)
+        y = (S1 @ q[..., None])[..., 0]
+        outs.append(y * F.silu(y))
+    return torch.stack(outs), S, M
 
 
-def e79_squares(depth: int) -> Case:
-    def twist(t: Tensor) -> Tensor:
-        for _ in range(depth):
-            t = t * t.clone()
-        return t
-
-    return recurrence(twist)
+TWISTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "e79_skips": lambda t: t + (t.clone() - 1),
+    "e79_squares": lambda t: t * t.clone(),
+}
 
 
-@pytest.mark.parametrize("make", [e79_skips, e79_squares], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("twist", TWISTS)
 @pytest.mark.parametrize("depths", [(7, 14), pytest.param((20, 40), marks=pytest.mark.every_case)], ids=str)
-def test_work_for_recurrences_is_bounded(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
+def test_work_for_recurrences_is_bounded(twist: str, depths: tuple[int, int]) -> None:
     n = 16
-    check(make, (torch.randn(2, 3, 4 * n), torch.randn(3, n, n), torch.randn(3, n, n)), depths)
+    inputs = torch.randn(2, 3, 4 * n), torch.randn(3, n, n), torch.randn(3, n, n)
+    check(functools.partial(recurrence, TWISTS[twist]), inputs, depths)
 
 
 # --- selection ----------------------------------------------------------------------------------------------
@@ -316,155 +263,102 @@ def test_work_for_recurrences_is_bounded(make: Callable[[int], Case], depths: tu
 S_KV = 32
 
 
-def attention(masked: Callable[[Tensor, Tensor], Tensor]) -> Case:
-    """Returns softmax(masked(scores)) @ V of keys in ranges."""
+def attention(masked: Deep) -> Deep:
+    """Returns softmax(masked(scores)) @ V of keys in ranges, whose conditions a and b ``masked`` reads."""
 
-    def fn(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-        scores = q @ k.transpose(-1, -2) * 0.25
-        return torch.softmax(masked(scores, starts), -1) @ v
+    def fn(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, depth: int) -> Tensor:
+        at = torch.arange(S_KV)
+        a, b = at >= starts[..., None], at < starts[..., None] + 4
+        return torch.softmax(masked(q @ k.transpose(-1, -2) * 0.25, starts, a, b, depth), -1) @ v
 
     return fn
 
 
-def selected(starts: Tensor) -> tuple[Tensor, Tensor]:
-    at = torch.arange(S_KV)
-    return at >= starts[..., None], at < starts[..., None] + 4
+def shared_masks(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
+    m = a & b
+    for _ in range(depth):
+        m = (m & a) | (m & b)
+    return scores.masked_fill(~m, float("-inf"))
 
 
-def shared_masks(depth: int) -> Case:
-    def masked(scores: Tensor, starts: Tensor) -> Tensor:
-        a, b = selected(starts)
-        m = a & b
-        for _ in range(depth):
-            m = (m & a) | (m & b)
-        return scores.masked_fill(~m, float("-inf"))
-
-    return attention(masked)
-
-
-def unlike_masks(depth: int) -> Case:
+def unlike_masks(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
     """Adds different conditions at each step: 2**depth combinations make a key visible."""
-
-    def masked(scores: Tensor, starts: Tensor) -> Tensor:
-        at = torch.arange(S_KV)
-        a, b = selected(starts)
-        m = a & b
-        for k in range(depth):
-            m = (m & (at >= k)) | (m & (at < S_KV - k))
-        return scores.masked_fill(~m, float("-inf"))
-
-    return attention(masked)
+    at, m = torch.arange(S_KV), a & b
+    for k in range(depth):
+        m = (m & (at >= k)) | (m & (at < S_KV - k))
+    return scores.masked_fill(~m, float("-inf"))
 
 
-def counted_masks(depth: int) -> Case:
+def counted_masks(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
     """Holds masks as numbers: at each step one analysis fails and another continues."""
-
-    def masked(scores: Tensor, starts: Tensor) -> Tensor:
-        a, b = selected(starts)
-        m = (a & b).float()
-        for _ in range(depth):
-            m = ((m * a.float() + m * b.float()) > 0.5).float()
-        return scores.masked_fill(m == 0, float("-inf"))
-
-    return attention(masked)
+    m = (a & b).float()
+    for _ in range(depth):
+        m = ((m * a.float() + m * b.float()) > 0.5).float()
+    return scores.masked_fill(m == 0, float("-inf"))
 
 
-def scores_in_where(depth: int) -> Case:
-    def masked(scores: Tensor, starts: Tensor) -> Tensor:
-        a, b = selected(starts)
-        for _ in range(depth):
-            scores = torch.where(a & b, scores * 1.5, float("-inf"))
-        return scores
-
-    return attention(masked)
+def scores_in_where(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
+    for _ in range(depth):
+        scores = torch.where(a & b, scores * 1.5, float("-inf"))
+    return scores
 
 
-def scores_added(depth: int) -> Case:
+def scores_added(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
     """Adds the scores to themselves, so that they are in every addend."""
-
-    def masked(scores: Tensor, starts: Tensor) -> Tensor:
-        a, b = selected(starts)
-        scores = scores.masked_fill(~(a & b), float("-inf"))
-        for _ in range(depth):
-            scores = scores + scores.clone()
-        return scores
-
-    return attention(masked)
+    scores = scores.masked_fill(~(a & b), float("-inf"))
+    for _ in range(depth):
+        scores = scores + scores.clone()
+    return scores
 
 
-def scores_without_end(depth: int) -> Case:
+def scores_without_end(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
     """Adds a bias that many steps of analysis do not distinguish from scores."""
-
-    def masked(scores: Tensor, starts: Tensor) -> Tensor:
-        a, b = selected(starts)
-        bias = torch.tanh(scores)
-        for _ in range(depth):
-            bias = bias + torch.where(a, bias, 0.0)
-        return (scores + bias).masked_fill(~(a & b), float("-inf"))
-
-    return attention(masked)
+    bias = torch.tanh(scores)
+    for _ in range(depth):
+        bias = bias + torch.where(a, bias, 0.0)
+    return (scores + bias).masked_fill(~(a & b), float("-inf"))
 
 
-def added_masks(depth: int) -> Case:
-    def masked(scores: Tensor, starts: Tensor) -> Tensor:
-        a, b = selected(starts)
-        m = torch.zeros(1, S_KV).masked_fill(~(a & b), float("-inf"))
-        for _ in range(depth):
-            m = m + m.clone()
-        return scores + m
-
-    return attention(masked)
+def added_masks(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
+    m = torch.zeros(1, S_KV).masked_fill(~(a & b), float("-inf"))
+    for _ in range(depth):
+        m = m + m.clone()
+    return scores + m
 
 
-def whole_numbers(depth: int) -> Case:
+def whole_numbers(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
     """Adds positions to themselves, so that sums nest."""
-
-    def masked(scores: Tensor, starts: Tensor) -> Tensor:
-        low, high = starts[..., None], starts[..., None] + 4
-        at = torch.arange(S_KV)
-        for _ in range(depth):
-            at = at + (at.clone() // 1)
-            low, high = low + low.clone(), high + high.clone()
-        return scores.masked_fill(~((at >= low) & (at < high)), float("-inf"))
-
-    return attention(masked)
+    low, high, at = starts[..., None], starts[..., None] + 4, torch.arange(S_KV)
+    for _ in range(depth):
+        at = at + (at.clone() // 1)
+        low, high = low + low.clone(), high + high.clone()
+    return scores.masked_fill(~((at >= low) & (at < high)), float("-inf"))
 
 
-def differing_floors(depth: int) -> Case:
+def differing_floors(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
     """Nests quotients, each twice in the next one."""
-
-    def masked(scores: Tensor, starts: Tensor) -> Tensor:
-        at = torch.arange(S_KV)
-        for _ in range(depth):
-            at = at // 3 + (at + 1) // 2
-        seen = (at >= starts[..., None]) & (at < starts[..., None] + 4)
-        return scores.masked_fill(~seen, float("-inf"))
-
-    return attention(masked)
+    at = torch.arange(S_KV)
+    for _ in range(depth):
+        at = at // 3 + (at + 1) // 2
+    seen = (at >= starts[..., None]) & (at < starts[..., None] + 4)
+    return scores.masked_fill(~seen, float("-inf"))
 
 
-SELECTION = [
-    shared_masks,
-    unlike_masks,
-    counted_masks,
-    scores_in_where,
-    scores_added,
-    scores_without_end,
-    added_masks,
-    whole_numbers,
-    differing_floors,
-]
+SELECTION = [shared_masks, unlike_masks, counted_masks, scores_in_where, scores_added, scores_without_end, added_masks]
+SELECTION += [whole_numbers, differing_floors]
 
 
-@pytest.mark.parametrize("make", SELECTION, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("depths", [(10, 20), (20, 40)], ids=str)
-def test_work_for_masks_is_bounded(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
+def ranges() -> tuple[Tensor, ...]:
     q, k, v = (torch.randn(2, S_KV, D) for _ in range(3))
-    inputs = (q, k, v, torch.randint(0, S_KV - 4, (2, S_KV)))
-    check(make, inputs, depths)
+    return q, k, v, torch.randint(0, S_KV - 4, (2, S_KV))
+
+
+@pytest.mark.parametrize("masked", SELECTION, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("depths", [(10, 20), (20, 40)], ids=str)
+def test_work_for_masks_is_bounded(masked: Deep, depths: tuple[int, int]) -> None:
+    check(attention(masked), ranges(), depths)
 
 
 def test_a_mask_of_too_many_combinations_is_a_near_miss() -> None:
-    q, k, v = (torch.randn(2, S_KV, D) for _ in range(3))
-    report, _ = routed(unlike_masks(15), q, k, v, torch.randint(0, S_KV - 4, (2, S_KV)))
+    report, _ = routed(at(15, attention(unlike_masks)), *ranges())
     assert any("too large to follow" in m.reason and "test_routing_bounds" in m.source for m in report.near_misses)

@@ -7,15 +7,14 @@ A sum of products is one product of concatenated vectors: one part of q and K wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tests.test_routing_absorb import LATENT, NOPE, ROPE, Absorbed, Latent, absorbed, data
-from tests.tools.capture import Captured, difference, eager, not_worse, reasons, run
+from tests.test_routing_absorb import LATENT, NOPE, ROPE, Latent, data, same
+from tests.tools.attentions import as_exact, routed, stays
+from tests.tools.capture import difference, eager, run
 
 B, S, T, H, L, R, K = 2, 10, 19, 3, 8, 4, 4
 INF = float("inf")
@@ -41,16 +40,25 @@ def listed(at: Tensor) -> Tensor:
     return torch.full((*at.shape[:2], T), -INF).scatter_(-1, at, 0)
 
 
+def product(scores: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Softmaxes of scores [B, S, H, T] times values [B, T, L]."""
+    return torch.einsum("bsht,btc->bshc", scores.softmax(-1, dtype=dtype).to(v), v)
+
+
+def pair(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.einsum("bshc,btc->bsht", qn, c), torch.einsum("bshr,btr->bsht", qp, pe)
+
+
 def decode(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
-    scores = (torch.einsum("bshc,btc->bsht", qn, c) + torch.einsum("bshr,btr->bsht", qp, pe)) * 0.3
+    a, b = pair(qn, qp, c, pe)
+    scores = (a + b) * 0.3
     scores += listed(at).unsqueeze(2)
-    return torch.einsum("bsht,btc->bshc", scores.softmax(-1, dtype=torch.float32).type_as(qn), c)
+    return product(scores, c, torch.float32)
 
 
 def rope_first(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
     scores = torch.einsum("bshr,btr->bsht", qp, pe) * 0.3 + torch.einsum("bshc,btc->bsht", qn * 0.3, c)
-    scores = scores + (listed(at) + causal(qn.shape[1])).unsqueeze(2)
-    return torch.einsum("bsht,btc->bshc", F.softmax(scores, -1).to(c), c)
+    return product(scores + (listed(at) + causal(qn.shape[1])).unsqueeze(2), c)
 
 
 def heads_first(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
@@ -63,79 +71,58 @@ def heads_first(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink:
 def three(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
     first, second = qn.split(L // 2, -1)
     parts = (first, c[..., : L // 2]), (qp, pe), (second, c[..., L // 2 :])
-    scores = sum(torch.einsum("bshc,btc->bsht", q, k) for q, k in parts) + listed(at)[:, :, None]
-    return torch.einsum("bsht,btc->bshc", scores.softmax(-1).to(c), c)
+    return product(sum(torch.einsum("bshc,btc->bsht", q, k) for q, k in parts) + listed(at)[:, :, None], c)
 
 
 def with_sink(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
-    scores = (torch.einsum("bshc,btc->bhst", qn, c) + torch.einsum("bshr,btr->bhst", qp, pe)) * 0.3 + listed(at)[
-        :, None
-    ]
+    scores = (torch.einsum("bshc,btc->bhst", qn, c) + torch.einsum("bshr,btr->bhst", qp, pe)) * 0.3
+    scores = scores + listed(at)[:, None]
     scores = torch.cat([scores, sink.view(1, H, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)], -1)
     return torch.einsum("bhst,btc->bshc", scores.softmax(-1)[..., :-1], c)
 
 
 def in_one_cache(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
     cache = torch.cat([c, pe], -1).sin()
-    scores = torch.einsum("bshc,btc->bsht", qn, cache[..., :L]) + torch.einsum("bshr,btr->bsht", qp, cache[..., L:])
-    return torch.einsum("bsht,btc->bshc", (scores + listed(at)[:, :, None]).softmax(-1), cache[..., :L])
+    return product(sum(pair(qn, qp, cache[..., :L], cache[..., L:])) + listed(at)[:, :, None], cache[..., :L])
 
 
 def one_product(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
     cache = torch.cat([c, pe], -1).sin()
     scores = torch.einsum("bshc,btc->bsht", torch.cat([qn, qp], -1), cache) + listed(at)[:, :, None]
-    return torch.einsum("bsht,btc->bshc", scores.softmax(-1), cache[..., :L])
-
-
-def own_values(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
-    scores = torch.einsum("bshr,btr->bsht", qp, pe) + torch.einsum("bshc,btc->bsht", qn, c) + listed(at)[:, :, None]
-    return torch.einsum("bsht,btc->bshc", scores.softmax(-1), (c * 2.0).cos())
+    return product(scores, cache[..., :L])
 
 
 def twice(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
-    scores = torch.einsum("bshr,btr->bsht", qp, pe)
-    scores = scores + scores + torch.einsum("bshc,btc->bsht", qn, c) + listed(at)[:, :, None]
-    return torch.einsum("bsht,btc->bshc", scores.softmax(-1).to(c), c)
+    a, b = pair(qn, qp, c, pe)
+    return product(b + b + a + listed(at)[:, :, None], c)
 
 
-FORMS = {
-    f.__name__: f
-    for f in (decode, rope_first, heads_first, three, with_sink, in_one_cache, one_product, own_values, twice)
+FORMS: dict[str, Form] = {
+    f.__name__: f for f in (decode, rope_first, heads_first, three, with_sink, in_one_cache, one_product, twice)
 }
+FORMS["own_values"] = lambda qn, qp, c, pe, at, sink: product(
+    pair(qn, qp, c, pe)[1] + pair(qn, qp, c, pe)[0] + listed(at)[:, :, None], (c * 2.0).cos()
+)
 INSIDE = {"decode", "rope_first", "heads_first", "with_sink", "in_one_cache", "one_product", "twice"}
 """The forms whose values are the first columns of a product's keys: the op reads them there."""
 
 
-def call_of(got: Captured) -> Any:
-    (call,) = [n for n in got.graphs[0].graph.nodes if n.target is LISTS]
-    return call
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_added_products_are_one(name: str) -> None:
-    got, want = run(FORMS[name], given()), eager(FORMS[name], given())
-    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
-    assert difference(got, want) < 2e-6
-    call = call_of(got)
+    got = routed(FORMS[name], given())
+    (call,) = [n for n in got.graphs[0].graph.nodes if n.target is LISTS]
     assert (call.args[2] is None) == (name in INSIDE) and call.args[-1] == L
     assert call.args[0].meta["example_value"].shape[-1] == L + R * (2 if name == "twice" else 1)
 
 
 @pytest.mark.parametrize("name", ["decode", "rope_first", "three"])
 def test_in_bf16_the_op_is_as_exact_as_the_formula(name: str) -> None:
-    at = given(dtype=torch.bfloat16)
-    wide = [t.double() if t.is_floating_point() else t for t in at]
-    form: Form = FORMS[name]
-    got, plain, exact = run(form, at), run(form, at, routed=False), eager(form, wide)
-    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
-    not_worse(name, got, plain, exact)
+    as_exact(name, FORMS[name], given(dtype=torch.bfloat16))
 
 
 def test_dynamic_sizes_and_one_query() -> None:
     for queries in (S, 1):
-        got, want = run(decode, given(queries), dynamic=True), eager(decode, given(queries))
-        assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
-        assert difference(got, want) < 2e-6
+        routed(decode, given(queries), dynamic=True)
 
 
 class Added(Latent):
@@ -155,43 +142,34 @@ class Added(Latent):
 
 def test_added_products_of_a_latent_are_absorbed() -> None:
     torch.manual_seed(3)
-    model, inputs = Added(lambda m, c, rot: (c, c)).to(torch.float64), data()
-    got, backend = absorbed(model, inputs)
-    (found,) = backend.found
-    assert isinstance(found, Absorbed) and (found.rope, found.width) == (ROPE, LATENT), found
-    assert difference(got, eager(model, inputs, [*model.named_parameters()])) < 1e-12
+    (found,) = same(Added(lambda m, c, rot: (c, c)).to(torch.float64), data())[1].found
+    assert (found.rope, found.width) == (ROPE, LATENT), found
 
 
 # --- not one product -------------------------------------------------------------------------------------------
 
 
-def factors(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
-    scores = torch.einsum("bshc,btc->bsht", qn, c) * 0.3 - torch.einsum("bshr,btr->bsht", qp, pe) * 0.3
-    return torch.einsum("bsht,btc->bshc", (scores + listed(at)[:, :, None]).softmax(-1), c)
-
-
 def relative(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
     rows = pe[0][(torch.arange(S)[:, None] - torch.arange(T)) % T]
     scores = torch.einsum("bshc,btc->bsht", qn, c) + torch.einsum("bshr,str->bsht", qp, rows)
-    return torch.einsum("bsht,btc->bshc", (scores + listed(at)[:, :, None]).softmax(-1), c)
-
-
-def capped(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
-    scores = torch.einsum("bshc,btc->bsht", qn, c).tanh() + torch.einsum("bshr,btr->bsht", qp, pe)
-    return torch.einsum("bsht,btc->bshc", (scores + listed(at)[:, :, None]).softmax(-1), c)
+    return product(scores + listed(at)[:, :, None], c)
 
 
 def doubled(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
     scores = torch.einsum("bshc,btc->bsht", qn, c)
     for _ in range(20):
         scores = scores + scores
-    return torch.einsum("bsht,btc->bshc", (scores * 1e-6 + listed(at)[:, :, None]).softmax(-1), c)
+    return product(scores * 1e-6 + listed(at)[:, :, None], c)
+
+
+def of_two(scores: Callable[[Tensor, Tensor], Tensor]) -> Form:
+    return lambda qn, qp, c, pe, at, sink: product(scores(*pair(qn, qp, c, pe)) + listed(at)[:, :, None], c)
 
 
 NOT_ONE: dict[str, tuple[Form, str]] = {
-    "other factors": (factors, "have different factors"),
+    "other factors": (of_two(lambda a, b: a * 0.3 - b * 0.3), "have different factors"),
     "keys of each query": (relative, "differ where V does not"),
-    "capped": (capped, "changed by add"),
+    "capped": (of_two(lambda a, b: a.tanh() + b), "changed by add"),
     "doubled 20 times": (doubled, "changed by add"),
 }
 
@@ -199,10 +177,7 @@ NOT_ONE: dict[str, tuple[Form, str]] = {
 @pytest.mark.parametrize("name", NOT_ONE)
 def test_other_sums_are_named(name: str) -> None:
     form, reason = NOT_ONE[name]
-    got, want = run(form, given()), eager(form, given())
-    assert not got.ops and difference(got, want) == 0.0
-    ours = [m for m in got.report.near_misses if m.op == "selection_attention" and not m.ordinary]
-    assert [reason in m.reason for m in ours] == [True], reasons(got)
+    stays(form, given(), reason)
 
 
 # --- masks that are put in rows of a flat tensor ---------------------------------------------------------------
@@ -227,9 +202,7 @@ PUT = {
 
 @pytest.mark.parametrize("name", PUT)
 def test_masks_put_in_a_flat_tensor(name: str) -> None:
-    got, want = run(PUT[name], given()), eager(PUT[name], given())
-    assert difference(got, want) < 2e-6
-    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
+    routed(PUT[name], given())
 
 
 def test_masks_put_in_another_order() -> None:
@@ -263,6 +236,4 @@ def test_keys_put_at_a_short_range_are_no_more_than_it(first: int) -> None:
         scores = torch.einsum("bshc,btc->bhst", qn, keys).masked_fill(~mask[:, None], -INF)
         return torch.einsum("bhst,btc->bshc", scores.softmax(-1), keys)
 
-    got, want = run(fn, given()), eager(fn, given())
-    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
-    assert difference(got, want) < 2e-6
+    routed(fn, given())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -39,16 +40,6 @@ def pick(axis: str) -> Callable[[Part], Part]:
 
 def _picks(axis: str, **parts: Part) -> None:
     AXES.setdefault(axis, {}).update(parts)
-
-
-def mutation(axis: str) -> Callable[[Part], Part]:
-    """Registers a function as a mutation of ``axis``."""
-
-    def register(fn: Part) -> Part:
-        MUTATIONS[fn.__name__.removeprefix("_").replace("_", " ")] = (axis, fn)
-        return fn
-
-    return register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +190,26 @@ class Call:
 
 # --- masks [B, S, G, T] from ranges [B, S, G, r, 2] ---------------------------------------------------------
 
+
+def _empty(c: Call, width: int | None = None, dtype: torch.dtype = torch.bool) -> Tensor:
+    """Returns zeros [B, S, G, T], or of another width."""
+    return torch.zeros(c.B, c.S, c.G, c.T if width is None else width, dtype=dtype)
+
+
+def _each(c: Call, x: Tensor, mask: Tensor, step: Part) -> Tensor:
+    """Joins the masks of all ranges, one after another."""
+    for j in range(x.shape[3]):
+        mask = step(mask, (c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None]))
+    return mask
+
+
+def _changes(c: Call, x: Tensor, change: Tensor, ends: Part = operator.neg, late: int = 0) -> Tensor:
+    """Adds 1 where a range starts and ``ends(1)`` where it ends."""
+    start, end = x.clamp(0, c.T).unbind(-1)
+    one = torch.ones_like(start, dtype=change.dtype)
+    return change.scatter_add(-1, start + late if late else start, one).scatter_add(-1, end, ends(one))
+
+
 _picks(
     "ranges",
     any=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).any(-2),
@@ -229,12 +240,7 @@ def _ranges_first(c: Call, x: Tensor) -> Tensor:
     return ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:])).any(0)
 
 
-@pick("ranges")
-def _ranges_or(c: Call, x: Tensor) -> Tensor:
-    mask = torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
-    for j in range(x.shape[3]):
-        mask = mask | ((c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None]))
-    return mask
+_picks("ranges", **{"or": lambda c, x: _each(c, x, _empty(c), operator.or_)})
 
 
 @pick("ranges")
@@ -248,43 +254,19 @@ def _ranges_ior(c: Call, x: Tensor) -> Tensor:
 
 @pick("ranges")
 def _ranges_logical_or(c: Call, x: Tensor) -> Tensor:
-    mask = torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
+    mask = _empty(c)
     for start, end in (pair.unbind(-1) for pair in x.unbind(3)):
         mask.logical_or_(torch.logical_and(c.t >= start[..., None], c.t < end[..., None]))
     return mask
 
 
-@pick("ranges")
-def _ranges_counted(c: Call, x: Tensor) -> Tensor:
-    count = torch.zeros(c.B, c.S, c.G, c.T)
-    for j in range(x.shape[3]):
-        count = count + ((c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None])).float()
-    return count > 0
-
-
-@pick("ranges")
-def _ranges_filled(c: Call, x: Tensor) -> Tensor:
-    mask = torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
-    for j in range(x.shape[3]):
-        mask = mask.masked_fill((c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None]), True)
-    return mask
-
-
-@pick("ranges")
-def _ranges_where(c: Call, x: Tensor) -> Tensor:
-    mask = torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
-    for j in range(x.shape[3]):
-        mask = torch.where((c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None]), True, mask)
-    return mask
-
-
-@pick("ranges")
-def _ranges_differences(c: Call, x: Tensor) -> Tensor:
-    start, end = x.clamp(0, c.T).unbind(-1)
-    change = torch.zeros(c.B, c.S, c.G, c.T + 1, dtype=torch.int32)
-    one = torch.ones_like(start, dtype=torch.int32)
-    change = change.scatter_add(-1, start, one).scatter_add(-1, end, -one)
-    return change.cumsum(-1)[..., :-1] > 0
+_picks(
+    "ranges",
+    counted=lambda c, x: _each(c, x, _empty(c, None, torch.float32), lambda m, one: m + one.float()) > 0,
+    filled=lambda c, x: _each(c, x, _empty(c), lambda m, one: m.masked_fill(one, True)),
+    where=lambda c, x: _each(c, x, _empty(c), lambda m, one: torch.where(one, True, m)),
+    differences=lambda c, x: _changes(c, x, _empty(c, c.T + 1, torch.int32)).cumsum(-1)[..., :-1] > 0,
+)
 
 
 @pick("ranges")
@@ -341,9 +323,7 @@ _picks(
     one_hot_clamped_sum=lambda c, x: F.one_hot(_slot(c, x), c.blocks + 1)[..., :-1].sum(-2).clamp(max=1).bool(),
     equal=lambda c, x: (x.unsqueeze(-1) == torch.arange(c.blocks)).any(-2),
     equal_masked=lambda c, x: ((x[..., None] == torch.arange(c.blocks)) & (x[..., None] != -1)).any(dim=-2),
-    scatter=lambda c, x: torch.zeros(c.B, c.S, c.G, c.blocks + 1, dtype=torch.bool).scatter(-1, _slot(c, x), True)[
-        ..., :-1
-    ],
+    scatter=lambda c, x: _empty(c, c.blocks + 1).scatter(-1, _slot(c, x), True)[..., :-1],
     scatter_float=lambda c, x: (
         torch.zeros(c.B, c.S, c.G, c.blocks + 1).scatter(3, _slot(c, x), 1.0)[..., : c.blocks] > 0
     ),
@@ -353,9 +333,7 @@ _picks(
     scatter_false=lambda c, x: (
         ~torch.ones(c.B, c.S, c.G, c.blocks + 1, dtype=torch.bool).scatter(-1, _slot(c, x), False)[..., :-1]
     ),
-    scatter_add=lambda c, x: (
-        torch.zeros(c.B, c.S, c.G, c.blocks, dtype=torch.int32).scatter_add(-1, x.clamp(min=0), (x >= 0).int()) > 0
-    ),
+    scatter_add=lambda c, x: _empty(c, c.blocks, torch.int32).scatter_add(-1, x.clamp(min=0), (x >= 0).int()) > 0,
     scatter_reduce=lambda c, x: (
         torch.zeros(c.B, c.S, c.G, c.blocks).scatter_reduce(-1, x.clamp(min=0), (x >= 0).float(), "amax") > 0
     ),
@@ -372,14 +350,14 @@ _picks(
 
 @pick("blocks")
 def _blocks_scatter_in_place(c: Call, x: Tensor) -> Tensor:
-    mask = torch.zeros(c.B, c.S, c.G, c.blocks + 1, dtype=torch.bool)
+    mask = _empty(c, c.blocks + 1)
     mask.scatter_(-1, _slot(c, x), True)
     return mask[..., : c.blocks]
 
 
 @pick("blocks")
 def _blocks_put(c: Call, x: Tensor) -> Tensor:
-    mask = torch.zeros(c.B, c.S, c.G, c.blocks + 1, dtype=torch.bool)
+    mask = _empty(c, c.blocks + 1)
     b, s, g = torch.arange(c.B), torch.arange(c.S), torch.arange(c.G)
     mask[b[:, None, None, None], s[None, :, None, None], g[None, None, :, None], _slot(c, x)] = True
     return mask[..., :-1]
@@ -388,7 +366,7 @@ def _blocks_put(c: Call, x: Tensor) -> Tensor:
 @pick("blocks")
 def _blocks_put_minus_one(c: Call, x: Tensor) -> Tensor:
     """Index -1 writes the extra last slot, which is sliced off."""
-    mask = torch.zeros(c.B, c.S, c.G, c.blocks + 1, dtype=torch.bool)
+    mask = _empty(c, c.blocks + 1)
     b, s, g = torch.arange(c.B), torch.arange(c.S), torch.arange(c.G)
     mask[b.view(-1, 1, 1, 1), s.view(-1, 1, 1), g.view(-1, 1), x] = True
     return mask[:, :, :, : c.blocks]
@@ -396,7 +374,7 @@ def _blocks_put_minus_one(c: Call, x: Tensor) -> Tensor:
 
 @pick("blocks")
 def _blocks_loop(c: Call, x: Tensor) -> Tensor:
-    mask = torch.zeros(c.B, c.S, c.G, c.blocks, dtype=torch.bool)
+    mask = _empty(c, c.blocks)
     for j in range(x.shape[-1]):
         mask |= torch.arange(c.blocks) == x[..., j : j + 1]
     return mask
@@ -404,7 +382,7 @@ def _blocks_loop(c: Call, x: Tensor) -> Tensor:
 
 @pick("blocks")
 def _blocks_loop_over_keys(c: Call, x: Tensor) -> Tensor:
-    block, mask = c.t // c.size, torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
+    block, mask = c.t // c.size, _empty(c)
     for each in x.unbind(-1):
         mask = mask | (block == each[..., None])
     return mask
@@ -430,7 +408,7 @@ _picks(
 
 _picks(
     "tokens",
-    scatter=lambda c, x: torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool).scatter(-1, x, True),
+    scatter=lambda c, x: _empty(c).scatter(-1, x, True),
     one_hot=lambda c, x: F.one_hot(x, c.T).any(-2),
     equal=lambda c, x: (x[..., None] == c.t).any(-2),
     additive=lambda c, x: torch.full((c.B, c.S, c.G, c.T), -INF).scatter(-1, x, 0.0) == 0,
@@ -482,15 +460,8 @@ _picks(
     product=lambda c, m: (m.int() * (c.t <= c.positions[:, None]).int()[:, None]) > 0,
     logical=lambda c, m: torch.logical_and(m, torch.tril(torch.ones(c.S, c.T), c.T - c.S)[:, None] == 1),
     where=lambda c, m: torch.where((c.t > c.positions[:, None])[:, None], False, m),
+    in_place=lambda c, m: operator.iand(m.clone(), (c.t <= c.positions[:, None])[:, None]),
 )
-
-
-@pick("causal")
-def _causal_in_place(c: Call, m: Tensor) -> Tensor:
-    m = m.clone()
-    m &= (c.t <= c.positions[:, None])[:, None]
-    return m
-
 
 # --- segments, on [B, S, G, T], from a tensor [B, T] ---------------------------------------------------------
 
@@ -576,19 +547,15 @@ _picks(
     nan_to_num=lambda c, s, v: torch.nan_to_num(s.softmax(-1), nan=0.0).to(v.dtype),
     dropout=lambda c, s, v: F.dropout(s.softmax(-1).to(v.dtype), p=0.0, training=True),
     dropout_off=lambda c, s, v: F.dropout(s.softmax(-1).to(v.dtype), p=0.1, training=False),
+    written_out=lambda c, s, v: _divided(e := (s - s.amax(-1, keepdim=True)).exp(), e.sum(-1, keepdim=True), v),
+    written_detached=lambda c, s, v: _divided(
+        e := torch.exp(s - s.max(dim=-1).values[..., None].detach()), e.sum(dim=-1).unsqueeze(-1), v
+    ),
 )
 
 
-@pick("softmax")
-def _softmax_written_out(c: Call, s: Tensor, v: Tensor) -> Tensor:
-    e = (s - s.amax(-1, keepdim=True)).exp()
-    return (e / e.sum(-1, keepdim=True)).to(v.dtype)
-
-
-@pick("softmax")
-def _softmax_written_detached(c: Call, s: Tensor, v: Tensor) -> Tensor:
-    e = torch.exp(s - s.max(dim=-1).values[..., None].detach())
-    return (e / e.sum(dim=-1).unsqueeze(-1)).to(v.dtype)
+def _divided(e: Tensor, total: Tensor, v: Tensor) -> Tensor:
+    return (e / total).to(v.dtype)
 
 
 _picks(
@@ -596,14 +563,10 @@ _picks(
     none=lambda c, s, b, v: c.softmax(s, v),
     last=lambda c, s, b, v: c.softmax(torch.cat([s, b], -1), v)[..., :-1],
     first=lambda c, s, b, v: c.softmax(torch.cat([b, s], dim=-1), v)[..., 1:],
+    maximum=lambda c, s, b, v: c.softmax(
+        (logits := torch.cat([s, b], dim=-1)) - logits.max(dim=-1, keepdim=True).values, v
+    )[..., : c.T],
 )
-
-
-@pick("sink")
-def _sink_maximum(c: Call, s: Tensor, b: Tensor, v: Tensor) -> Tensor:
-    logits = torch.cat([s, b], dim=-1)
-    return c.softmax(logits - logits.max(dim=-1, keepdim=True).values, v)[..., : c.T]
-
 
 _picks(
     "scale",
@@ -622,10 +585,13 @@ _picks(
 # --- the whole attention ------------------------------------------------------------------------------------
 
 
-@pick("form")
-def _form_sdpa(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+def _sdpa(c: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """Calls SDPA for all heads, under a mask [B, H, S, T]."""
     k, v = c.spread(k), c.spread(v)
-    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=c.heads(m)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, **options).transpose(1, 2)
+
+
+_picks("form", sdpa=lambda c, q, k, v, m: _sdpa(c, q, k, v, c.heads(m)))
 
 
 @pick("form")
@@ -641,18 +607,13 @@ def _form_sdpa_gqa(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tenso
     return F.scaled_dot_product_attention(q, k, v, attn_mask=c.heads(m), enable_gqa=True).transpose(1, 2)
 
 
-@pick("form")
-def _form_sdpa_float(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-    bias = torch.zeros(m.shape, dtype=q.dtype).masked_fill(m.logical_not(), -INF)
-    q, k, v = q.transpose(1, 2), c.spread(k), c.spread(v)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=c.heads(bias)).transpose(1, 2)
-
-
-@pick("form")
-def _form_sdpa_where(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-    bias = torch.where(c.heads(m), 0.0, -INF).to(q.dtype)
-    q, k, v = q.transpose(1, 2), c.spread(k), c.spread(v)
-    return torch.nn.functional.scaled_dot_product_attention(query=q, key=k, value=v, attn_mask=bias).transpose(1, 2)
+_picks(
+    "form",
+    sdpa_float=lambda c, q, k, v, m: _sdpa(
+        c, q, k, v, c.heads(torch.zeros(m.shape, dtype=q.dtype).masked_fill(m.logical_not(), -INF))
+    ),
+    sdpa_where=lambda c, q, k, v, m: _sdpa(c, q, k, v, torch.where(c.heads(m), 0.0, -INF).to(q.dtype)),
+)
 
 
 @pick("form")
@@ -664,9 +625,12 @@ def _form_sdpa_groups(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Te
     return o.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-@pick("form")
-def _form_sdpa_mask_read_again(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-    return _form_sdpa(c, q, k, v, m) * m.sum(-1, keepdim=True).sum(2, keepdim=True)
+_picks(
+    "form",
+    sdpa_mask_read_again=lambda c, q, k, v, m: (
+        _sdpa(c, q, k, v, c.heads(m)) * m.sum(-1, keepdim=True).sum(2, keepdim=True)
+    ),
+)
 
 
 @pick("form")
@@ -785,55 +749,18 @@ _wrong(
 )
 
 
-@mutation("ranges")
-def _differences_added(c: Call, x: Tensor) -> Tensor:
-    start, end = x.clamp(0, c.T).unbind(-1)
-    one = torch.ones_like(start)
-    change = x.new_zeros(c.B, c.S, c.G, c.T + 1).scatter_add(-1, start, one).scatter_add(-1, end, one)
-    return change.cumsum(-1)[..., : c.T] > 0
-
-
-@mutation("ranges")
-def _differences_not_summed(c: Call, x: Tensor) -> Tensor:
-    start, end = x.clamp(0, c.T).unbind(-1)
-    one = torch.ones_like(start)
-    change = x.new_zeros(c.B, c.S, c.G, c.T + 1).scatter_add(-1, start, one).scatter_add(-1, end, -one)
-    return change[..., : c.T] > 0
-
-
-@mutation("ranges")
-def _differences_above_1(c: Call, x: Tensor) -> Tensor:
-    start, end = x.clamp(0, c.T).unbind(-1)
-    one = torch.ones_like(start)
-    change = x.new_zeros(c.B, c.S, c.G, c.T + 1).scatter_add(-1, start, one).scatter_add(-1, end, -one)
-    return change.cumsum(-1)[..., : c.T] > 1
-
-
-@mutation("ranges")
-def _differences_late(c: Call, x: Tensor) -> Tensor:
-    start, end = x.clamp(0, c.T).unbind(-1)
-    one = torch.ones_like(start)
-    change = x.new_zeros(c.B, c.S, c.G, c.T + 2).scatter_add(-1, start + 1, one).scatter_add(-1, end, -one)
-    return change.cumsum(-1)[..., : c.T] > 0
-
-
-@mutation("ranges")
-def _last_range_left_out(c: Call, x: Tensor) -> Tensor:
-    """Combines the ranges by xor, so that overlapping ranges cancel."""
-    mask = torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
-    for j in range(x.shape[3]):
-        mask = mask ^ ((c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None]))
-    return mask
-
-
-@mutation("ranges")
-def _loop_of_and(c: Call, x: Tensor) -> Tensor:
-    mask = torch.ones(c.B, c.S, c.G, c.T, dtype=torch.bool)
-    for j in range(x.shape[3]):
-        mask &= (c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None])
-    return mask
-
-
+_wrong(
+    "ranges",
+    differences_added=lambda c, x: (
+        _changes(c, x, _empty(c, c.T + 1, torch.long), lambda one: one).cumsum(-1)[..., : c.T] > 0
+    ),
+    differences_not_summed=lambda c, x: _changes(c, x, _empty(c, c.T + 1, torch.long))[..., : c.T] > 0,
+    differences_above_1=lambda c, x: _changes(c, x, _empty(c, c.T + 1, torch.long)).cumsum(-1)[..., : c.T] > 1,
+    differences_late=lambda c, x: _changes(c, x, _empty(c, c.T + 2, torch.long), late=1).cumsum(-1)[..., : c.T] > 0,
+    # Combines the ranges by xor, so that overlapping ranges cancel.
+    last_range_left_out=lambda c, x: _each(c, x, _empty(c), operator.xor),
+    loop_of_and=lambda c, x: _each(c, x, torch.ones(c.B, c.S, c.G, c.T, dtype=torch.bool), operator.iand),
+)
 _wrong(
     "blocks",
     block_after=lambda c, x: (torch.arange(c.blocks) == x[..., None] + 1).any(-2),
@@ -906,10 +833,6 @@ _wrong(
 )
 
 
-def _divided(e: Tensor, total: Tensor, v: Tensor) -> Tensor:
-    return (e / total).to(v.dtype)
-
-
 _wrong(
     "sink",
     sink_twice=lambda c, s, b, v: c.softmax(torch.cat([s, b, b], -1), v)[..., :-2],
@@ -920,41 +843,28 @@ _wrong(
 )
 
 
-def _sdpa_with(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor, **options: Any) -> Tensor:
-    k, v = c.spread(k), c.spread(v)
-    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, c.heads(m), **options).transpose(1, 2)
-
-
-@mutation("form")
-def _dropout(c: Call, *given: Tensor) -> Tensor:
-    return _sdpa_with(c, *given, dropout_p=0.5)
-
-
-@mutation("form")
-def _a_bias_in_the_mask(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+def _biased(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     slopes = torch.arange(c.G * c.h, dtype=q.dtype).view(-1, 1, 1) * -(c.positions[:, None] - c.t).abs()
-    bias = c.heads(torch.zeros(m.shape, dtype=q.dtype).masked_fill(~m, -INF)) + slopes
-    return F.scaled_dot_product_attention(q.transpose(1, 2), c.spread(k), c.spread(v), bias).transpose(1, 2)
+    return _sdpa(c, q, k, v, c.heads(torch.zeros(m.shape, dtype=q.dtype).masked_fill(~m, -INF)) + slopes)
 
 
-@mutation("form")
-def _weights_returned(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Any:
+def _weights(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor, other: Part) -> Any:
+    """Returns the result, and what ``other`` makes of the scores and their weights."""
     s = c.scale(q.transpose(1, 2), c.spread(k), lambda a, b: a @ b.mT)
     p = c.softmax(c.masked(s, c.heads(m)), v)
-    return (p @ c.spread(v)).transpose(1, 2), p
+    return (p @ c.spread(v)).transpose(1, 2), other(s, p)
 
 
-@mutation("form")
-def _scores_used(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Any:
-    s = c.scale(q.transpose(1, 2), c.spread(k), lambda a, b: a @ b.mT)
-    p = c.softmax(c.masked(s, c.heads(m)), v)
-    return (p @ c.spread(v)).transpose(1, 2), s.logsumexp(-1)
-
-
-@mutation("form")
-def _keys_for_values_of_other_groups(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-    k, v = c.spread(k), v.transpose(1, 2).repeat(1, c.h, 1, 1)
-    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, c.heads(m)).transpose(1, 2)
+_wrong(
+    "form",
+    dropout=lambda c, q, k, v, m: _sdpa(c, q, k, v, c.heads(m), dropout_p=0.5),
+    a_bias_in_the_mask=_biased,
+    weights_returned=lambda *given: _weights(*given, lambda s, p: p),
+    scores_used=lambda *given: _weights(*given, lambda s, p: s.logsumexp(-1)),
+    keys_for_values_of_other_groups=lambda c, q, k, v, m: F.scaled_dot_product_attention(
+        q.transpose(1, 2), c.spread(k), v.transpose(1, 2).repeat(1, c.h, 1, 1), c.heads(m)
+    ).transpose(1, 2),
+)
 
 
 # --- which spellings ----------------------------------------------------------------------------------------
