@@ -171,6 +171,7 @@ REASONS = {
     "inverted": "not a union of ranges",
     "biased": "the tensor added to the scores is not a mask: its values are not all 0 or at most -1e4",
     "biased after": "the tensor added to the scores is not a mask: its values are not all 0 or at most -1e4",
+    "capped": "the scores are changed by tanh",
     "a little added": "the tensor added to the scores is not a mask: its values are not all 0 or at most -1e4",
     "dropped": "the attention weights are dropped out",
     "dropout": "the attention weights are dropped out",

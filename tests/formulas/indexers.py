@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.formulas.sparse_families import sizes
+
 FAMILIES = {
     "deepseek_v32": "DeepseekV32Indexer",
     "glm_moe_dsa": "GlmMoeDsaIndexer",
@@ -21,21 +23,15 @@ FAMILIES = {
     "deepseek_v4": "DeepseekV4Indexer",
     "glm5_next": "Glm5NextTextIndexer",
 }
-HIDDEN, LORA, HEADS, WIDTH, TOPK = 24, 16, 4, 16, 6
+HIDDEN, LORA, HEADS, TOPK = 24, 16, 4, 6
+WIDTH = LORA
 
 
 def _config() -> Any:
+    given = {HIDDEN: "hidden_size", LORA: "q_lora_rank index_head_dim", HEADS: "index_n_heads", TOPK: "index_topk"}
+    given |= {8: "qk_rope_head_dim", 2: "index_kpool"}
     return types.SimpleNamespace(
-        hidden_size=HIDDEN,
-        q_lora_rank=LORA,
-        index_n_heads=HEADS,
-        index_head_dim=WIDTH,
-        index_topk=TOPK,
-        qk_rope_head_dim=8,
-        rms_norm_eps=1e-6,
-        index_kpool=2,
-        index_kpool_always_select_tail=True,
-        no_rope_layers=[1],
+        **sizes(given, rms_norm_eps=1e-6, index_kpool_always_select_tail=True, no_rope_layers=[1])
     )
 
 
@@ -75,11 +71,9 @@ class Indexer(nn.Module):
         self.family, self.kind, self.packed = family, kind, packed
         if family == "deepseek_v4":
             found = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
-            config = found.DeepseekV4Config(
-                hidden_size=HIDDEN, q_lora_rank=LORA, index_n_heads=HEADS, index_head_dim=WIDTH, head_dim=WIDTH,
-                index_topk=3, num_hidden_layers=2, num_attention_heads=2, partial_rotary_factor=0.5, vocab_size=32,
-            )  # fmt: skip
-            self.inner = make(config)
+            given = {HIDDEN: "hidden_size", WIDTH: "q_lora_rank index_head_dim head_dim", HEADS: "index_n_heads"}
+            given |= {3: "index_topk", 2: "num_hidden_layers num_attention_heads", 32: "vocab_size"}
+            self.inner = make(found.DeepseekV4Config(**sizes(given, partial_rotary_factor=0.5)))
         elif family == "glm5_next":
             self.inner = make(_config(), 0)
         else:
@@ -104,8 +98,6 @@ class Indexer(nn.Module):
         angle = positions[..., None].float() * torch.tensor([1.0, 0.1, 0.01, 0.001], device=hidden.device)
         angle = torch.cat([angle, angle], -1)
         rope = (angle.cos().to(hidden.dtype), angle.sin().to(hidden.dtype))
-        if self.family in ("glm_moe_dsa", "dots3_note", "mistral_large4"):
-            rope = (rope[0], rope[1])
         given = (hidden, rope) if self.family == "mistral_large4" else (hidden, lora, rope)
         return self.inner(*given, mask[:, 0], positions)
 

@@ -11,163 +11,139 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TOPK = 8
 VOCAB = 96
 
-LATENT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "index_topk": TOPK,
-    "index_n_heads": 16,
-    "index_head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+
+def sizes(by_size: dict[int, str], **others: Any) -> dict[str, Any]:
+    """Returns a configuration's values by name, from the names that have each size."""
+    return {name: size for size, names in by_size.items() for name in names.split()} | others
+
+
+_COMMON = {
+    VOCAB: "vocab_size",
+    64: "hidden_size",
+    256: "max_position_embeddings",
 }
+LATENT = sizes(
+    {
+        **_COMMON,
+        64: "hidden_size intermediate_size",
+        32: "moe_intermediate_size q_lora_rank kv_lora_rank",
+        16: "qk_nope_head_dim v_head_dim index_n_heads index_head_dim",
+        8: "qk_rope_head_dim index_topk",
+        4: "num_attention_heads num_key_value_heads n_routed_experts",
+        2: "num_experts_per_tok eos_token_id",
+        1: "n_shared_experts n_group topk_group bos_token_id",
+        0: "pad_token_id",
+    }
+)
 """Sizes that the families with multi-head latent attention share."""
 
 
-def _latent(class_name: str, **changes: Any) -> Callable[[], Any]:
-    """Returns a function that makes the configuration ``class_name`` of :data:`LATENT` with ``changes``."""
+def _config(class_name: str, **values: Any) -> Callable[[], Any]:
+    """Returns a function that makes the configuration ``class_name``."""
 
     def config() -> Any:
         import transformers
 
-        sizes = {**LATENT, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], **changes}
-        return getattr(transformers, class_name)(**{k: v for k, v in sizes.items() if v is not _NONE})
+        return getattr(transformers, class_name)(**{k: v for k, v in values.items() if v is not _NONE})
 
     return config
+
+
+def _latent(class_name: str, **changes: Any) -> Callable[[], Any]:
+    """Returns a function that makes the configuration ``class_name`` of :data:`LATENT` with ``changes``."""
+    return _config(class_name, **{**LATENT, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], **changes})
 
 
 _NONE = object()
 """Marks a size of :data:`LATENT` that a family does not have."""
 
 
-def _deepseek_v4() -> Any:
-    from transformers import DeepseekV4Config
-
-    return DeepseekV4Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        num_hidden_layers=3,
+_deepseek_v4 = _config(
+    "DeepseekV4Config",
+    **sizes(
+        {
+            **_COMMON,
+            32: "head_dim q_lora_rank index_head_dim moe_intermediate_size",
+            16: "o_lora_rank index_n_heads",
+            12: "sliding_window",
+            4: "num_attention_heads index_topk n_routed_experts",
+            3: "num_hidden_layers hc_sinkhorn_iters",
+            2: "o_groups num_experts_per_tok",
+            1: "num_hash_layers",
+        },
         layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
         compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
-        sliding_window=12,
-        num_attention_heads=4,
-        head_dim=32,
         partial_rotary_factor=0.25,
-        q_lora_rank=32,
-        o_groups=2,
-        o_lora_rank=16,
-        index_n_heads=16,
-        index_head_dim=32,
-        index_topk=4,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        num_hash_layers=1,
-        hc_sinkhorn_iters=3,
-        max_position_embeddings=256,
-    )
-
-
-def _glm5_next() -> Any:
-    from transformers import Glm5NextConfig
-
-    text = {
+    ),
+)
+_SPECIAL = ("image", "video", "image_start", "image_end", "video_start", "video_end")
+_glm5_next = _config(
+    "Glm5NextConfig",
+    text_config={
         **LATENT,
-        "qk_rope_head_dim": 0,
-        "num_hidden_layers": 2,
+        **sizes({0: "qk_rope_head_dim", 2: "num_hidden_layers linear_num_heads", 4: "index_kpool"}),
+        **sizes({16: "linear_head_dim", 3: "hc_sinkhorn_iters"}),
         "layer_types": ["indexed_attention", "indexed_attention"],
         "indexer_types": ["full", "shared"],
         "mlp_layer_types": ["dense", "sparse"],
-        "index_kpool": 4,
-        "linear_head_dim": 16,
-        "linear_num_heads": 2,
-        "hc_sinkhorn_iters": 3,
-    }
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
-    return Glm5NextConfig(
-        text_config=text,
-        vision_config={**vision, "projection_intermediate_size": 32},
-        **{f"{kind}_token_id": VOCAB - 1 - i for i, kind in enumerate(_SPECIAL)},
-    )
-
-
-_SPECIAL = ("image", "video", "image_start", "image_end", "video_start", "video_end")
-
-
-def _mistral_large4() -> Any:
-    from transformers import MistralLarge4Config
-
-    text = {k: v for k, v in LATENT.items() if k != "q_lora_rank"}
-    text |= {
+    },
+    vision_config=sizes(
+        {
+            1: "depth",
+            32: "hidden_size intermediate_size projection_intermediate_size",
+            2: "num_heads",
+            64: "out_hidden_size",
+        }
+    ),
+    **{f"{kind}_token_id": VOCAB - 1 - i for i, kind in enumerate(_SPECIAL)},
+)
+_mistral_large4 = _config(
+    "MistralLarge4Config",
+    text_config={
+        **{k: v for k, v in LATENT.items() if k != "q_lora_rank"},
         "num_hidden_layers": 3,
         "mlp_layer_types": ["dense", "dense", "sparse"],
         "indexer_types": ["full", "full", "shared"],
         "kv_source_layers": [0, 0, 2],
         "no_rope_layers": [1, 1, 1],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }
-    vision = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "head_dim": 16, "patch_size": 14, "image_size": 28}
-    return MistralLarge4Config(text_config=text, vision_config=vision, image_token_index=VOCAB - 1)
-
-
-def _minimax_m3_vl() -> Any:
-    from transformers import MiniMaxM3VLTextConfig
-
-    return MiniMaxM3VLTextConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=32,
-        dense_intermediate_size=64,
-        shared_intermediate_size=32,
-        num_hidden_layers=2,
+    },
+    vision_config=sizes(
+        {32: "hidden_size intermediate_size", 1: "num_hidden_layers", 2: "num_attention_heads", 16: "head_dim"},
+        model_type="pixtral",
+        patch_size=14,
+        image_size=28,
+    ),
+    image_token_index=VOCAB - 1,
+)
+_minimax_m3_vl = _config(
+    "MiniMaxM3VLTextConfig",
+    **sizes(
+        {
+            **_COMMON,
+            64: "hidden_size dense_intermediate_size",
+            32: "intermediate_size shared_intermediate_size head_dim index_head_dim",
+            16: "rotary_dim",
+            8: "index_block_size",
+            4: "num_attention_heads num_local_experts",
+            2: "num_hidden_layers num_key_value_heads num_experts_per_tok index_n_heads index_topk_blocks eos_token_id",
+            1: "index_local_blocks bos_token_id",
+            0: "pad_token_id",
+        },
         layer_types=["full_attention", "minimax_m3_sparse"],
         mlp_layer_types=["dense", "sparse"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        rotary_dim=16,
-        num_experts_per_tok=2,
-        num_local_experts=4,
-        index_n_heads=2,
-        index_head_dim=32,
-        index_block_size=8,
-        index_topk_blocks=2,
-        index_local_blocks=1,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-
-
-_SLIDING = {
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 4,
-    "swa_q_lora_rank": 32,
-    "swa_kv_lora_rank": 32,
-    "swa_head_dim": 24,
-    "swa_qk_nope_head_dim": 16,
-    "swa_v_head_dim": 16,
-}
+    ),
+)
+_SLIDING = sizes(
+    {
+        4: "swa_num_attention_heads swa_num_key_value_heads",
+        32: "swa_q_lora_rank swa_kv_lora_rank",
+        24: "swa_head_dim",
+        16: "swa_qk_nope_head_dim swa_v_head_dim",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,13 +164,7 @@ class Family:
 
 FAMILIES = {
     "deepseek_v4": Family("DeepseekV4ForCausalLM", _deepseek_v4, 1, 3, ("eager",)),
-    "hy_v4": Family(
-        "HYV4ForCausalLM",
-        _latent("HYV4Config", indexer_types=["full", "shared"]),
-        1,
-        2,
-        ("eager",),
-    ),
+    "hy_v4": Family("HYV4ForCausalLM", _latent("HYV4Config", indexer_types=["full", "shared"]), 1, 2, ("eager",)),
     "deepseek_v32": Family("DeepseekV32ForCausalLM", _latent("DeepseekV32Config"), 2, 2),
     "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", _latent("GlmMoeDsaConfig", indexer_types=["full", "shared"]), 1, 2),
     "glm5_next": Family("Glm5NextForConditionalGeneration", _glm5_next, 1, 2),
@@ -268,24 +238,6 @@ def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
 # ---- what is routed
 
 
-EAGER_MODES = (
-    "training",
-    "training, checkpointed",
-    "training, left padded",
-    "training, packed",
-    "prefill",
-    "prefill, bf16",
-    "prefill, no cache",
-    "prefill, left padded",
-    "prefill, right padded",
-    "prefill, packed",
-    "prefill, dynamic",
-    "decode",
-    "decode, left padded",
-    "training, dynamic",
-    "training, checkpointed, packed",
-    "training, checkpointed, left padded",
-)
 SDPA_MODES = (
     "training",
     "prefill",
@@ -293,6 +245,12 @@ SDPA_MODES = (
     "prefill, packed",
     "decode",
     "training, checkpointed, packed",
+)
+EAGER_MODES = (
+    *("training", "training, checkpointed", "training, left padded", "training, packed"),
+    *("prefill", "prefill, bf16", "prefill, no cache", "prefill, left padded", "prefill, right padded"),
+    *("prefill, packed", "prefill, dynamic", "decode", "decode, left padded", "training, dynamic"),
+    *("training, checkpointed, packed", "training, checkpointed, left padded"),
 )
 CHECKPOINTED = [name for name in EAGER_MODES if "checkpointed" in name]
 ROUTED: dict[tuple[str, str, str], tuple[int, int]] = {
