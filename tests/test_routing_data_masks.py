@@ -14,7 +14,8 @@ from mhc_inductor.report import Report
 from tests.formulas import sparse_runs
 from tests.formulas.sparse_families import FAMILIES
 from tests.tools import capture
-from tests.tools.capture import difference, eager, not_worse, reasons, run
+from tests.tools.attentions import as_exact, equal
+from tests.tools.capture import Captured, difference, eager, reasons, run
 
 B, H, S, D, K = 2, 3, 12, 8, 4
 INF, LOWEST = float("inf"), torch.finfo(torch.float32).min
@@ -47,15 +48,6 @@ def chosen(q: Tensor, k: Tensor, at: Tensor) -> Tensor:
     return torch.full((B, 1, q.shape[2], k.shape[2]), -INF, dtype=q.dtype).scatter(-1, at.unsqueeze(1), 0.0)
 
 
-def scattered(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    """The positions scattered into -inf, added to the given mask."""
-    return attend(q, k, v, mask + chosen(q, k, at))
-
-
-def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    return attend(q, k, v, chosen(q, k, at) + mask, sink)
-
-
 def filled(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
     """The given mask filled where a key is not chosen: rows in which it hides all chosen keys depend on the others."""
     hidden = torch.ones(B, 1, q.shape[2], k.shape[2], dtype=torch.bool).scatter(-1, at.unsqueeze(1), False)
@@ -67,19 +59,22 @@ def chosen_by_where(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor,
     return attend(q, k, v, torch.where(kept, mask, -INF))
 
 
-def window(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    """Nothing bounds the given mask."""
-    return attend(q, k, v, mask, sink)
-
-
 def segments(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
     """DeepSeek-V4's: the given mask next to positions scattered into -inf, along the keys."""
     both = torch.cat([mask.expand(B, -1, -1, -1), chosen(q, k, at)], -1)
     return attend(q, torch.cat([k, k.flip(1) * 0.5], 2), torch.cat([v, v * 2], 2), both, sink)
 
 
-LISTED: dict[str, Form] = {f.__name__: f for f in (scattered, with_sink, filled, chosen_by_where)}
-WHOLE: dict[str, Form] = {f.__name__: f for f in (window, segments)}
+LISTED: dict[str, Form] = {
+    "scattered": lambda q, k, v, sink, mask, at: attend(q, k, v, mask + chosen(q, k, at)),
+    "with_sink": lambda q, k, v, sink, mask, at: attend(q, k, v, chosen(q, k, at) + mask, sink),
+    "filled": filled,
+    "chosen_by_where": chosen_by_where,
+}
+WHOLE: dict[str, Form] = {
+    "window": lambda q, k, v, sink, mask, at: attend(q, k, v, mask, sink),  # nothing bounds the given mask
+    "segments": segments,
+}
 ENTRIES = torch.ops.mhc_inductor.selection_entry_attention.default
 MASKS = torch.ops.mhc_inductor.selection_mask_attention.default
 
@@ -115,16 +110,12 @@ def test_rows_in_which_the_mask_hides_every_key(name: str, hide: float) -> None:
     ours = [t.isnan() for t in (*got.outputs, *(g for g in got.grads.values() if g is not None))]
     assert all(torch.equal(a, b) for a, b in zip(ours, nan, strict=True))
     assert difference(got, want) < 2e-5 or any(t.any() for t in nan)
-    for a, b in zip(got.outputs, want.outputs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+    equal(Captured(got.outputs, {}), Captured(want.outputs, {}), 1e-6)
 
 
 @pytest.mark.parametrize("name", {**LISTED, **WHOLE})
 def test_bf16(name: str) -> None:
-    form, given = detached({**LISTED, **WHOLE}[name]), inputs(dtype=torch.bfloat16, empty=True)
-    got, exact = run(form, given), [t.double() if t.is_floating_point() else t for t in given]
-    assert got.ops["selection_attention"] == 1, reasons(got)
-    not_worse(name, got, eager(form, given), eager(form, exact))
+    as_exact(name, detached({**LISTED, **WHOLE}[name]), inputs(dtype=torch.bfloat16, empty=True))
 
 
 # --- segments of keys, each under masks of its own ------------------------------------------------------------------
@@ -142,31 +133,6 @@ def among(at: Tensor, keys: int, fill: float = -INF) -> Tensor:
     return torch.full((B, 1, at.shape[1], keys), fill).scatter(-1, at.unsqueeze(1), 0.0)
 
 
-def picked_and_given(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
-) -> Tensor:
-    return two(q @ kc.mT * 0.3 + among(at, kc.shape[2]), q @ k.mT * 0.3 + mask, v, vc, sink)
-
-
-def hidden_by_a_number(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
-) -> Tensor:
-    """Keys that are not chosen count in rows where the given mask hides all others."""
-    return two(q @ kc.mT * 0.3 + (among(at, kc.shape[2], LOWEST) + m), q @ k.mT * 0.3 + mask, v, vc, sink)
-
-
-def two_given(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
-) -> Tensor:
-    return two((q @ kc.mT * 0.3).masked_fill(m != 0, -INF), q @ k.mT * 0.3 + mask, v, vc, sink)
-
-
-def without_a_sink(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
-) -> Tensor:
-    return two(q @ kc.mT * 0.3 + (among(at, kc.shape[2]) + m), q @ k.mT * 0.3 + mask, v, vc, None)
-
-
 def masked_again(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
 ) -> Tensor:
@@ -177,8 +143,20 @@ def masked_again(
     return w[..., n:] @ v + w[..., :n] @ vc
 
 
+def first(masked: Callable[[Tensor, Tensor, Tensor], Tensor], sunk: bool = True) -> Segments:
+    """Returns the form with the first segment's scores masked as ``masked`` says of them, positions and its mask."""
+    return lambda q, k, v, sink, mask, at, kc, vc, m: two(
+        masked(q @ kc.mT * 0.3, at, m), q @ k.mT * 0.3 + mask, v, vc, sink if sunk else None
+    )
+
+
 APART: dict[str, Segments] = {
-    f.__name__: f for f in (picked_and_given, hidden_by_a_number, two_given, without_a_sink, masked_again)
+    "picked_and_given": first(lambda s, at, m: s + among(at, s.shape[-1])),
+    # Keys that are not chosen count in rows where the given mask hides all others.
+    "hidden_by_a_number": first(lambda s, at, m: s + (among(at, s.shape[-1], LOWEST) + m)),
+    "two_given": first(lambda s, at, m: s.masked_fill(m != 0, -INF)),
+    "without_a_sink": first(lambda s, at, m: s + (among(at, s.shape[-1]) + m), sunk=False),
+    "masked_again": masked_again,
 }
 
 
@@ -189,10 +167,8 @@ def parted(form: Segments, keys: int, hide: float, empty: bool) -> tuple[Callabl
     given, hidden = inputs(hide, empty=empty), torch.rand(B, 1, S, keys, generator=g) > 0.5
     given[-1] = torch.rand(B, S, keys, generator=g).topk(K).indices
 
-    def fn(
-        q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
-    ) -> Tensor:
-        return form(q, k, v, sink, mask.detach(), at, kc, vc, m.detach())
+    def fn(*x: Tensor) -> Tensor:
+        return form(*x[:4], x[4].detach(), *x[5:8], x[8].detach())
 
     return fn, [*given, kc, vc, torch.zeros(hidden.shape).masked_fill(hidden, hide)]
 
@@ -210,43 +186,25 @@ def test_segments_under_masks_of_their_own(name: str, keys: int, hide: float, em
         return
     assert got.ops["selection_attention"] == 1, reasons(got)
     assert dynamic or calls(got, ENTRIES) == (keys == 60 and name != "two_given")
-    for a, b in zip((*got.outputs, *got.grads.values()), (*want.outputs, *want.grads.values()), strict=True):
-        if a is not None or b is not None:
-            torch.testing.assert_close(a, b, rtol=2e-5, atol=3e-6, equal_nan=True)
+    equal(got, want, 3e-6, 2e-5)
 
 
 # --- left alone ---------------------------------------------------------------------------------------------------
 
 
-def trained(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    """The mask has a gradient, which no op gives."""
-    return scattered(q, k, v, sink, mask * 1.0, at)
-
-
-def trained_window(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    return window(q, k, v, sink, mask + sink.sum(), at)
-
-
-def scaled(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    chosen = torch.full((B, 1, S, S), -INF).scatter(-1, at.unsqueeze(1), 0.0)
-    return ((q @ k.mT + (mask.detach() + chosen)) * 0.3).softmax(-1) @ v
-
-
-def of_heads(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    """Heads of a group differ in their masks."""
-    return window(q, k, v, sink, mask.detach() * torch.arange(H).view(1, H, 1, 1), at)
-
-
-def narrow(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    """Torch has fused kernels for a mask without a sink and for heads of up to 256 elements."""
-    return attend(q, k, v, mask.detach())
-
-
-def in_a_call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), attn_mask=mask.detach())
-
-
-LEFT: dict[str, Form] = {f.__name__: f for f in (trained, trained_window, scaled, of_heads, narrow, in_a_call)}
+LEFT: dict[str, Form] = {
+    # The mask has a gradient, which no op gives.
+    "trained": lambda q, k, v, sink, mask, at: LISTED["scattered"](q, k, v, sink, mask * 1.0, at),
+    "trained_window": lambda q, k, v, sink, mask, at: attend(q, k, v, mask + sink.sum(), sink),
+    "scaled": lambda q, k, v, sink, mask, at: ((q @ k.mT + (mask.detach() + chosen(q, k, at))) * 0.3).softmax(-1) @ v,
+    # Heads of a group differ in their masks.
+    "of_heads": lambda q, k, v, sink, mask, at: attend(q, k, v, mask.detach() * torch.arange(H).view(1, H, 1, 1), sink),
+    # Torch has fused kernels for a mask without a sink and for heads of up to 256 elements.
+    "narrow": lambda q, k, v, sink, mask, at: attend(q, k, v, mask.detach()),
+    "in_a_call": lambda q, k, v, sink, mask, at: F.scaled_dot_product_attention(
+        q, k.expand_as(q), v.expand_as(q), attn_mask=mask.detach()
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -272,7 +230,7 @@ def test_more_than_4096_entries_stay_and_say_so() -> None:
 
 
 def test_a_mask_with_a_gradient_is_read_where_none_is_asked_for() -> None:
-    got, want = run(trained_window, inputs(), (), False), eager(trained_window, inputs(), (), False)
+    got, want = run(LEFT["trained_window"], inputs(), (), False), eager(LEFT["trained_window"], inputs(), (), False)
     assert calls(got, MASKS) == 1 and difference(got, want) < 2e-6
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tools.attentions import equal
 from tests.tools.capture import Captured, difference, eager, exact_or_left, left_by_proof, reasons, run
 
 B, S, H, D, K = 2, 11, 3, 8, 4
@@ -53,8 +54,8 @@ def product(w: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhst,btd->bhsd", w, v) if v.dim() == 3 else torch.einsum("bhsk,bskd->bhsd", w, v)
 
 
-def returned(s: Tensor, v: Tensor, z: Tensor) -> Result:
-    return product(s.softmax(-1), v), s.logsumexp(-1)
+def with_log(s: Tensor, v: Tensor, log: Callable[[Tensor], Tensor]) -> Result:
+    return product(s.softmax(-1), v), log(s)
 
 
 def kept_dim(s: Tensor, v: Tensor, z: Tensor) -> Result:
@@ -62,44 +63,39 @@ def kept_dim(s: Tensor, v: Tensor, z: Tensor) -> Result:
     return product((s - lse).exp(), v), lse
 
 
-def transposed(s: Tensor, v: Tensor, z: Tensor) -> Result:
-    return product(s.softmax(-1), v).transpose(1, 2), s.logsumexp(3).transpose(1, 2).contiguous() * 2
-
-
-def corrected(s: Tensor, v: Tensor, z: Tensor) -> Result:
-    """A sink that is counted afterwards."""
-    return product(s.softmax(-1), v) * torch.sigmoid(s.logsumexp(-1) - z[:, None])[..., None]
-
-
 def divided(s: Tensor, v: Tensor, z: Tensor) -> Result:
     lse = s.logsumexp(-1, keepdim=True)
     return product((s - lse).exp(), v) / (1 + torch.exp(z.view(-1, 1, 1) - lse))
 
 
-def sunk(s: Tensor, v: Tensor, z: Tensor) -> Result:
-    """A sink in the softmax, and the logarithm without it."""
-    logits = torch.cat([s, z.view(1, -1, 1, 1).expand(*s.shape[:-1], 1)], -1)
-    return product(logits.softmax(-1)[..., :-1], v), s.logsumexp(-1)
+def and_sink(s: Tensor, z: Tensor) -> Tensor:
+    return torch.cat([s, z.view(1, -1, 1, 1).expand(*s.shape[:-1], 1)], -1)
 
 
-def twice(s: Tensor, v: Tensor, z: Tensor) -> Result:
-    """The logarithm is taken twice, of the same scores."""
-    return product(s.softmax(-1), v), s.logsumexp(-1) + 1, s.logsumexp(-1, keepdim=True) * 2
-
-
-FORMS: dict[str, Form] = {f.__name__: f for f in (returned, kept_dim, transposed, corrected, divided, sunk, twice)}
+FORMS: dict[str, Form] = {
+    "returned": lambda s, v, z: with_log(s, v, lambda x: x.logsumexp(-1)),
+    "kept_dim": kept_dim,
+    "transposed": lambda s, v, z: (
+        product(s.softmax(-1), v).transpose(1, 2),
+        s.logsumexp(3).transpose(1, 2).contiguous() * 2,
+    ),
+    # A sink that is counted afterwards.
+    "corrected": lambda s, v, z: product(s.softmax(-1), v) * torch.sigmoid(s.logsumexp(-1) - z[:, None])[..., None],
+    "divided": divided,
+    # A sink in the softmax, and the logarithm without it.
+    "sunk": lambda s, v, z: (product(and_sink(s, z).softmax(-1)[..., :-1], v), s.logsumexp(-1)),
+    "twice": lambda s, v, z: (
+        product(s.softmax(-1), v),
+        s.logsumexp(-1) + 1,
+        s.logsumexp(-1, keepdim=True) * 2,
+    ),
+}
 
 
 def takes(got: Captured) -> bool:
     """Checks that no logarithm of scores is left in the routed graph."""
     names = [str(node.target) for gm in got.graphs for node in gm.graph.nodes]
     return got.ops["selection_attention"] == 1 and not any("logsumexp" in name for name in names)
-
-
-def equal(got: Captured, want: Captured) -> None:
-    for a, b in zip((*got.outputs, *got.grads.values()), (*want.outputs, *want.grads.values()), strict=True):
-        if a is not None or b is not None:
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -156,24 +152,17 @@ def merged(s: Tensor, v: Tensor, z: Tensor) -> Result:
     return sum(o * (log - total).exp() for o, log in zip(parts, logs, strict=True))
 
 
-def other(s: Tensor, v: Tensor, z: Tensor, log: Callable[[Tensor], Tensor]) -> Result:
-    return product(s.softmax(-1), v), log(s)
-
-
 OTHER: dict[str, Form] = {
-    "of queries": lambda s, v, z: other(s, v, z, lambda x: x.logsumexp(-2)),
-    "of both": lambda s, v, z: other(s, v, z, lambda x: x.logsumexp((-1, -2))),
-    "of other scores": lambda s, v, z: other(s, v, z, lambda x: (x * 2).logsumexp(-1)),
-    "of scores less their maximum": lambda s, v, z: (
-        product((x := s - s.amax(-1, keepdim=True)).softmax(-1), v),
-        x.logsumexp(-1),
-    ),
-    "of scores and a number": lambda s, v, z: (product((x := s + 1.5).softmax(-1), v), x.logsumexp(-1)),
+    "of queries": lambda s, v, z: with_log(s, v, lambda x: x.logsumexp(-2)),
+    "of both": lambda s, v, z: with_log(s, v, lambda x: x.logsumexp((-1, -2))),
+    "of other scores": lambda s, v, z: with_log(s, v, lambda x: (x * 2).logsumexp(-1)),
+    "of scores less their maximum": lambda s, v, z: FORMS["returned"](s - s.amax(-1, keepdim=True), v, z),
+    "of scores and a number": lambda s, v, z: FORMS["returned"](s + 1.5, v, z),
     "of scores and a sink": lambda s, v, z: (
-        product((x := torch.cat([s, z.view(1, -1, 1, 1).expand(*s.shape[:-1], 1)], -1)).softmax(-1)[..., :-1], v),
+        product((x := and_sink(s, z)).softmax(-1)[..., :-1], v),
         x.logsumexp(-1),
     ),
-    "a maximum": lambda s, v, z: other(s, v, z, lambda x: x.amax(-1)),
+    "a maximum": lambda s, v, z: with_log(s, v, lambda x: x.amax(-1)),
 }
 
 

@@ -14,7 +14,8 @@ from mhc_inductor.routing import route
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.view import Knowledge, View
 from mhc_inductor.routing.operators.selection.search import Search
-from tests.tools.capture import difference, eager, exact_or_left, left_by_proof, reasons, run
+from tests.tools.attentions import equal, routed
+from tests.tools.capture import eager, exact_or_left, left_by_proof, reasons, run
 
 B, S, H, D, K = 2, 11, 3, 8, 4
 INF = float("inf")
@@ -82,17 +83,13 @@ OTHER: dict[str, Form] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_a_softmax(name: str, gathered: bool) -> None:
     fn = attention(FORMS[name], gathered)
-    got, want = run(fn, inputs()), eager(fn, inputs())
-    assert got.ops["selection_attention"] == 1 and not got.report.problems, reasons(got)
-    assert difference(got, want) < 2e-6
+    routed(fn, inputs())
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_dynamic_batch(name: str) -> None:
     fn = attention(FORMS[name])
-    got, want = run(fn, inputs(), symbolic=[(i, 0) for i in range(4)]), eager(fn, inputs())
-    assert got.ops["selection_attention"] == 1, reasons(got)
-    assert difference(got, want) < 2e-6
+    routed(fn, inputs(), symbolic=[(i, 0) for i in range(4)])
 
 
 def test_a_softmax_times_a_number_that_may_change() -> None:
@@ -116,23 +113,19 @@ def test_a_softmax_times_a_number_that_may_change() -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_in_bf16_the_op_is_as_exact_as_the_formula(name: str) -> None:
-    fn, narrow = attention(FORMS[name]), inputs(torch.bfloat16)
-    exact_or_left(name, fn, narrow, "selection_attention")
+    exact_or_left(name, attention(FORMS[name]), inputs(torch.bfloat16), "selection_attention")
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", OTHER)
 def test_other_formulas_stay(name: str, gathered: bool) -> None:
-    fn = attention(OTHER[name], gathered)
-    left_by_proof(fn, inputs(), "selection_attention")
+    left_by_proof(attention(OTHER[name], gathered), inputs(), "selection_attention")
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_all_sizes_open(name: str) -> None:
     """The search fixes sizes and begins again: what it read as a softmax is read anew."""
-    got, want = run(attention(FORMS[name]), inputs(), dynamic=True), eager(attention(FORMS[name]), inputs())
-    assert got.ops["selection_attention"] == 1, reasons(got)
-    assert difference(got, want) < 2e-6
+    routed(attention(FORMS[name]), inputs(), dynamic=True)
 
 
 # --- with a sink in the sum ----------------------------------------------------------------------------------------
@@ -199,35 +192,33 @@ def with_sink(form: Sunk, gathered: bool, seen: bool = True) -> Callable[..., Te
     """Returns an attention in which, unless ``seen``, some queries see no key."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
-        hidden = torch.zeros(S, 1, dtype=torch.bool) if seen else (torch.arange(S) % 3 == 1)[:, None]
-        return attention(
-            lambda s, v: form(s if seen else s.masked_fill(hidden, -INF), v, sink.view(1, -1, 1, 1)), gathered
-        )(q, k, v, x)
+        hidden = (torch.arange(S) % 3 == 1)[:, None]
+        masked = (lambda s: s) if seen else (lambda s: s.masked_fill(hidden, -INF))
+        return attention(lambda s, v: form(masked(s), v, sink.view(1, -1, 1, 1)), gathered)(q, k, v, x)
 
     return fn
+
+
+def sinks(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [*inputs(dtype), torch.linspace(-2, 3, H, dtype=dtype)]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", SUNK)
 def test_a_sink_in_the_sum(name: str, gathered: bool, dynamic: bool) -> None:
-    fn, given = with_sink(SUNK[name], gathered), [*inputs(), torch.linspace(-2, 3, H)]
-    got, want = run(fn, given, dynamic=dynamic), eager(fn, given)
-    assert got.ops["selection_attention"] == 1 and not got.report.problems, reasons(got)
-    assert difference(got, want) < 2e-6
+    routed(with_sink(SUNK[name], gathered), sinks(), dynamic=dynamic)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", SUNK)
 def test_a_sink_where_queries_see_no_key(name: str, gathered: bool) -> None:
     """Rows are 0 if the maximum counts the sink, and NaN otherwise: with NaN gradients to the sink, too."""
-    fn, given = with_sink(SUNK[name], gathered, seen=False), [*inputs(), torch.linspace(-2, 3, H)]
+    fn, given = with_sink(SUNK[name], gathered, seen=False), sinks()
     got, want = run(fn, given), eager(fn, given)
     assert got.ops["selection_attention"] == (gathered or name not in BARE), reasons(got)
     assert got.ops or "not counted in the maximum" in reasons(got)
-    for a, b in zip((*got.outputs, *got.grads.values()), (*want.outputs, *want.grads.values()), strict=True):
-        if a is not None or b is not None:
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+    equal(got, want)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -239,7 +230,7 @@ def test_nan_weights_that_become_0_give_sinks_gradients_of_nan(gathered: bool) -
         e = (s - m).exp()
         return product((e / plus_sink(e, z, m)).nan_to_num(), v)
 
-    fn, given = with_sink(form, gathered, seen=False), [*inputs(), torch.linspace(-2, 3, H)]
+    fn, given = with_sink(form, gathered, seen=False), sinks()
     got, want = run(fn, given), eager(fn, given)
     assert not got.ops["selection_attention"] and want.grads["input 4"].isnan().any()
     assert "not counted in the maximum" in reasons(got)
@@ -247,16 +238,13 @@ def test_nan_weights_that_become_0_give_sinks_gradients_of_nan(gathered: bool) -
 
 @pytest.mark.parametrize("name", SUNK)
 def test_sinks_in_bf16(name: str) -> None:
-    fn = with_sink(SUNK[name], True)
-    narrow = [*inputs(torch.bfloat16), torch.linspace(-2, 3, H, dtype=torch.bfloat16)]
-    exact_or_left(name, fn, narrow, "selection_attention")
+    exact_or_left(name, with_sink(SUNK[name], True), sinks(torch.bfloat16), "selection_attention")
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", OTHER_SINKS)
 def test_other_sinks_stay(name: str, gathered: bool) -> None:
-    fn, given = with_sink(OTHER_SINKS[name], gathered), [*inputs(), torch.linspace(-2, 3, H)]
-    left_by_proof(fn, given, "selection_attention")
+    left_by_proof(with_sink(OTHER_SINKS[name], gathered), sinks(), "selection_attention")
 
 
 @pytest.mark.parametrize("name", ["divided", "divided after the product", "of a log_softmax"])

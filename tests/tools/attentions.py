@@ -47,9 +47,9 @@ def as_exact(name: str, fn: Callable[..., Any], narrow: Sequence[Tensor]) -> Non
     not_worse(name, got, plain, eager(fn, [t.double() if t.is_floating_point() else t for t in narrow]))
 
 
-def equal(got: Captured, want: Captured, bound: float = 1e-5) -> None:
+def equal(got: Captured, want: Captured, atol: float = 1e-5, rtol: float = 1e-5) -> None:
     """Asserts equal outputs and gradients, NaN included."""
     for a, b in zip((*got.outputs, *got.grads.values()), (*want.outputs, *want.grads.values()), strict=True):
         assert (a is None) == (b is None)
         if a is not None:
-            torch.testing.assert_close(a, b, rtol=bound, atol=bound, equal_nan=True)
+            torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True)
