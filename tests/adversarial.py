@@ -146,13 +146,8 @@ class Case:
 
     def leaves(self, dtype: torch.dtype | None = None) -> Leaves:
         to = dtype or DTYPES[self.dtype]
-        made = {
-            **laws.mhc_leaves(),
-            **laws.e79_leaves(),
-            **laws.selection_leaves(empty=self.empty),
-            **laws.index_leaves(),
-        }
-        made["mean"] = laws.normal(4, 16, seed=51)
+        made = {**laws.mhc_leaves(), **laws.e79_leaves(), **laws.selection_leaves(empty=self.empty)}
+        made |= {**laws.index_leaves(), "mean": laws.normal(4, 16, seed=51)}
         # Round to the case's dtype first: the values are then the same in every dtype.
         low = DTYPES[self.dtype]
         return {
@@ -161,28 +156,19 @@ class Case:
 
     def source_names(self) -> set[str]:
         """Returns the names of the leaves that the statements can read."""
-        groups = {
-            "x": ("x", "phi", "alpha", "bias", "gamma", "w"),
-            "kvqm": ("kvqm", "b_s", "b_m", "S", "M"),
-            "q": ("q", "k", "v", "ranges"),
-            "iq": ("iq", "ik", "iw"),
-            "mean": ("mean",),
-        }
         text = self.source
-        return {n for key, names in groups.items() if f'p["{key}"]' in text or key in _groups(text) for n in names}
+        called = {key: any(f"{f}(" in text for f in functions) for key, (_, functions) in _LEAVES.items()}
+        return {n for key, (names, _) in _LEAVES.items() if f'p["{key}"]' in text or called[key] for n in names}
 
 
-def _groups(text: str) -> set[str]:
-    found = set()
-    if any(f"{f}(" in text for f in ("block", "pre", "post", "head")):
-        found.add("x")
-    if "e79(" in text:
-        found.add("kvqm")
-    if any(f"{f}(" in text for f in ("sdpa", "attention")):
-        found.add("q")
-    if "chosen(" in text:
-        found.add("iq")
-    return found
+_LEAVES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "x": (("x", "phi", "alpha", "bias", "gamma", "w"), ("block", "pre", "post", "head")),
+    "kvqm": (("kvqm", "b_s", "b_m", "S", "M"), ("e79",)),
+    "q": (("q", "k", "v", "ranges"), ("sdpa", "attention")),
+    "iq": (("iq", "ik", "iw"), ("chosen",)),
+    "mean": (("mean",), ()),
+}
+"""Leaves by the first of them, and the functions that read them."""
 
 
 class Writer:
@@ -630,10 +616,9 @@ def kept_in(file: Path, of: list[Any]) -> dict[int, Outcome]:
     """Reads a file's outcomes with the origin ``of``, by number."""
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     found = {}
-    for row in rows:
-        if row.pop("of") == of:
-            lists = {k: tuple(v) for k, v in row.items() if isinstance(v, list)}
-            found[row["number"]] = Outcome(**{**row, **lists, "ops": Counter(row["ops"])})
+    for row in (row for row in rows if row.pop("of") == of):
+        lists = {k: tuple(v) for k, v in row.items() if isinstance(v, list)}
+        found[row["number"]] = Outcome(**{**row, **lists, "ops": Counter(row["ops"])})
     return found
 
 

@@ -17,17 +17,7 @@ import torch
 from benchmarks.source_hash import ROUTING, source_hash
 from mhc_inductor.routing.operators.index import operator
 from tests import adversarial
-from tests.adversarial import (
-    DTYPES,
-    RESULT,
-    Case,
-    Outcome,
-    Writer,
-    compared,
-    outcome,
-    random_case,
-    shrunk,
-)
+from tests.adversarial import DTYPES, RESULT, Case, Outcome, Writer, compared, outcome, random_case, shrunk
 from tests.formulas import laws
 
 SEED, EACH = 1, 10  # differs from the full run's seed
@@ -43,20 +33,8 @@ def test_random_programs_give_what_eager_gives(start: int) -> None:
 
 def test_programs_hold_every_kind_of_statement() -> None:
     kinds = Counter(k for number in range(400) for k in Writer(number, SEED).write().kinds)
-    formulas = [
-        "block",
-        "pre",
-        "post",
-        "head",
-        "sinkhorn",
-        "e79",
-        "sdpa",
-        "attention",
-        "checkpoint",
-        "index",
-        "listed",
-        "rank",
-    ]
+    formulas = ["block", "pre", "post", "head", "sinkhorn", "e79", "sdpa", "attention", "checkpoint"]
+    formulas += ["index", "listed", "rank"]
     transforms = ["func.grad", "func.vmap", "func.jvp"]
     effects = ["hook", "write", "named write", "write under no_grad", "detach", "round", "made under no_grad", "scaled"]
     others = ["mode", "alias", "buffer", "graph break"]

@@ -21,6 +21,7 @@ from transformers import masking_utils
 import mhc_inductor
 from mhc_inductor.integrations.attention_interface import attention
 from mhc_inductor.integrations.mask_ranges import ranges_of_keys
+from tests.formulas import sparse_families
 
 WINDOW = 5
 B, S = 2, 14
@@ -28,23 +29,12 @@ TWO = ["sliding_attention", "full_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": WINDOW},
-    "Llama4": {
-        "attention_chunk_size": WINDOW,
-        "no_rope_layers": [1, 0],
-        "num_local_experts": 2,
-        "intermediate_size_mlp": 24,
-    },
+    "Llama4": {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0]}
+    | {"num_local_experts": 2, "intermediate_size_mlp": 24},
     "Gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": None, "query_pre_attn_scalar": 3},
     "Gemma3": {"sliding_window": WINDOW, "layer_types": TWO, "query_pre_attn_scalar": 3},
-    "Gemma4": {
-        "sliding_window": WINDOW,
-        "layer_types": TWO * 2,
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "global_head_dim": 8,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 32,
-    },
+    "Gemma4": {"sliding_window": WINDOW, "layer_types": TWO * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    | {"global_head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 32},
     "GptOss": {"sliding_window": WINDOW, "layer_types": TWO, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 """A model without windows, sliding ones, a chunked one, one that cuts masks, and one with sinks; what its configuration adds to the sizes."""
@@ -57,19 +47,9 @@ def build(family: str, attention: str = "eager", **sizes: Any) -> nn.Module:
     """Returns a model of two layers with random weights, large enough that attention depends on the input."""
     names = [family + "Config", family + "TextConfig"]
     config = next(filter(None, (getattr(transformers, n, None) for n in reversed(names))))
-    given = {
-        "vocab_size": 32,
-        "hidden_size": 32,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    small = {32: "vocab_size hidden_size", 24: "intermediate_size", 8: "head_dim", 64: "max_position_embeddings"}
+    small |= {4: "num_attention_heads", 2: "num_hidden_layers num_key_value_heads eos_token_id", 1: "bos_token_id"}
+    given = sparse_families.sizes(small, pad_token_id=0)
     torch.manual_seed(0)
     of = config(**given | FAMILIES.get(family, {}) | sizes)
     model = getattr(transformers, family + "ForCausalLM")._from_config(of, attn_implementation=attention)
@@ -168,19 +148,11 @@ def test_ranges_show_the_keys_of_the_mask(kind: str) -> None:
         masks += [None, padding((0, slice(None))).bool()]
     places = [(S, S, 0, 0), (1, S, 13, 0), (1, WINDOW, 13, 9), (4, 20, 10, 0), (4, 8, 10, 6), (S, 20, 0, 0)]
     for mask in masks:
-        for q_length, kv_length, q_offset, kv_offset in places[: 1 if kind.startswith("packed") else None]:
-            given = {
-                "batch_size": B,
-                "q_length": q_length,
-                "kv_length": kv_length,
-                "q_offset": q_offset,
-                "kv_offset": kv_offset,
-                "mask_function": function,
-                "attention_mask": mask,
-                "local_size": size,
-            }
+        for place in places[: 1 if kind.startswith("packed") else None]:
+            given = dict(zip(("q_length", "kv_length", "q_offset", "kv_offset"), place, strict=True))
+            given |= {"batch_size": B, "mask_function": function, "attention_mask": mask, "local_size": size}
             expected = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False)
-            assert torch.equal(shown(ranges_of_keys(**given), kv_length), expected), (kind, mask, given)
+            assert torch.equal(shown(ranges_of_keys(**given), given["kv_length"]), expected), (kind, mask, given)
 
 
 def test_no_mask_over_queries_and_keys_is_built() -> None:
@@ -204,24 +176,14 @@ def test_no_mask_over_queries_and_keys_is_built() -> None:
 # ---- models
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_values_and_gradients_are_those_of_eager(family: str) -> None:
-    model = build(family).train()
+@pytest.mark.parametrize(("family", "eager"), [*((f, "eager") for f in FAMILIES), *((f, "sdpa") for f in PLAIN)])
+def test_values_and_gradients_are_those_of_eager_and_sdpa(family: str, eager: str) -> None:
+    model = build(family, eager).train(eager == "eager")
     for given in INPUTS.values():
         expected = step(model, model, given)
         model.set_attn_implementation("mhc_inductor")
         assert_close(step(model, model, given), expected)
-        model.set_attn_implementation("eager")
-
-
-@pytest.mark.parametrize("family", PLAIN)
-def test_values_are_those_of_sdpa(family: str) -> None:
-    model = build(family, "sdpa")
-    for given in INPUTS.values():
-        expected = step(model, model, given)
-        model.set_attn_implementation("mhc_inductor")
-        assert_close(step(model, model, given), expected)
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(eager)
 
 
 @pytest.mark.parametrize("given", ["padded with holes", "packed"])

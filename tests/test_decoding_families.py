@@ -52,14 +52,6 @@ def apart(a: Tensor, b: Tensor) -> float:
 CASES = [(family, attention) for family, one in FAMILIES.items() for attention in one.implementations]
 
 
-@pytest.mark.parametrize("how", SIZES)
-@pytest.mark.parametrize(("family", "attention"), CASES)
-def test_transformers_decodes_each_family(family: str, attention: str, how: str) -> None:
-    """Checks what the routed models are compared with: no family of transformers is left out."""
-    model, ids = sparse_families.build(family, attention), sparse_families.tokens(BATCH, sum(SIZES[how]))
-    assert apart(cached(model, ids, SIZES[how]), full(model, ids)) < BAR
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", SIZES)
 @pytest.mark.parametrize(("family", "attention"), CASES)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,18 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from mhc_inductor import routing
 from mhc_inductor.options import RoutingOptions
 from mhc_inductor.routing import Verifier
-from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.view import Knowledge, View
-from mhc_inductor.routing.interface import Match
-from mhc_inductor.routing.masks.layouts import Layouts
+from mhc_inductor.routing.operators.selection import search
 from mhc_inductor.routing.operators.selection.absorb import Absorbed, absorption
-from mhc_inductor.routing.operators.selection.search import Search
 from tests.formulas.reference_models_selection import repeat_kv
 from tests.oracles.mhc import relative
-from tests.tools.capture import Captured, difference, eager, evaluate, named_tensors, not_worse, reasons, run
+from tests.tools import capture
+from tests.tools.capture import Captured, difference, eager, named_tensors, not_worse, reasons, run
 
 H, NOPE, V, ROPE, LATENT, DIM, TOPK = 3, 6, 5, 4, 8, 24, 4
 Kv = Callable[["Latent", Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -176,81 +173,43 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # --- running a graph with absorption ---
 
 
-@dataclasses.dataclass
-class Absorbing:
-    """A backend that absorbs each attention it finds, reading the list of keys from the graph's integer input."""
-
-    found: list[Absorbed | None] = dataclasses.field(default_factory=list)
-    graphs: list[fx.GraphModule] = dataclasses.field(default_factory=list)
-    check: Verifier | None = None
-    errors: list[float | None] = dataclasses.field(default_factory=list)
-
-    def __call__(self, gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        view = View(gm.graph, ambient(), Knowledge())
-        edit = Edit(view)
-        for one in Search(view).found:
-            found = absorption(view, one)
-            self.found.append(found)
-            if isinstance(found, Absorbed):
-                indices = next(n for n in view.nodes if n.op == "placeholder" and _is_list(n.meta["example_value"]))
-                listed = view.value(indices)
-                assert listed is not None
-                match = Match("selection_attention", [*found.inputs, listed], [one.out], data=(one, found, indices))
-                verdict = edit.apply(match, _emit, self.check)
-                self.errors.append(verdict.error)
-        edit.guard()
-        gm.graph.lint()
-        edit.sweep()
-        gm.recompile()
-        self.graphs.append(gm)
-        return gm.forward
-
-
-def _is_list(t: Any) -> bool:
-    return isinstance(t, Tensor) and not t.is_floating_point() and t.dim() == 3
-
-
-def _dtype(found: Absorbed) -> torch.dtype:
-    return functools.reduce(torch.promote_types, [source.dtype for source in found.read])
-
-
-def _emit(edit: Edit, match: Match) -> list[Any]:
-    one, found, indices = match.data
-    one = found.regrouped(one)
-    layouts = Layouts(edit, [source.ref for source in found.read], one.masks.sized)
-    dtype = _dtype(found)
-    q, k = found.operands(layouts, dtype)
-    keys = edit.emit("unsqueeze", edit.current(indices), 2)
-    op = torch.ops.mhc_inductor.selection_list_attention.default
-    call = edit.emit(op, q, k, None, keys, None, None, None, None, None, one.scale, found.width)
-    new = found.output(edit, edit.emit(lambda pair: pair[0], call), dtype)
-    groups = [one.batch, one.query, one.groups, one.heads, one.feature]
-    return [(one.out, edit.as_like(layouts.back(new, groups, one.dims), one.out, q))]
-
-
 def absorbed(
     fn: Callable[..., Any],
     inputs: tuple[Any, ...],
     grad: bool = True,
-    dynamic: bool | None = False,
     model: nn.Module | None = None,
     check: Verifier | None = None,
-) -> tuple[Captured, Absorbing]:
-    """Runs ``fn`` with absorption; ``model``: whose parameters have gradients, by default ``fn``."""
-    backend = Absorbing(check=check)
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
-    return Captured(*evaluate(compiled, inputs, [*(model or fn).named_parameters()], grad)), backend
+    **options: Any,
+) -> tuple[Captured, list[Absorbed | None]]:
+    """Runs ``fn`` with absorption whatever it costs; ``model``: whose parameters have gradients, by default ``fn``.
+
+    Returns also what absorption was found for each attention, None where there was none. Without ``check`` no formula is
+    compared on sample data: it refuses K whose parts end elsewhere than those of q ("rope first", "two ropes").
+    """
+    found: list[Absorbed | None] = []
+
+    def recorded(*given: Any) -> Absorbed | None:
+        found.append(absorption(*given))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "absorption", recorded)
+        patch.setattr(search, "absorbs", lambda sizes: True)
+        patch.setattr(capture, "VERIFY", check)
+        patch.setattr(routing, "FewTokens", lambda: None)
+        got = run(fn, inputs, [*(model or fn).named_parameters()], grad, dynamo=True, **options)
+    assert got.ops["selection_attention"] == 1 and not got.report.problems, reasons(got)
+    return got, found
 
 
 def same(
-    fn: Callable[..., Any], inputs: tuple[Any, ...], grad: bool = True, model: nn.Module | None = None
-) -> tuple[Captured, Absorbing]:
-    """Asserts that one attention is absorbed, with eager's values and gradients."""
-    got, backend = absorbed(fn, inputs, grad, model=model)
-    assert [type(x) for x in backend.found] == [Absorbed], backend.found
+    fn: Callable[..., Any], inputs: tuple[Any, ...], grad: bool = True, model: nn.Module | None = None, **options: Any
+) -> tuple[Captured, Absorbed]:
+    """Asserts that one attention is absorbed, with eager's values and gradients; returns how."""
+    got, found = absorbed(fn, inputs, grad, model, **options)
+    assert found and all(isinstance(x, Absorbed) for x in found), found
     assert difference(got, eager(fn, inputs, [*(model or fn).named_parameters()], grad)) < 1e-12
-    return got, backend
+    return got, found[-1]
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float64) -> Latent:
@@ -264,10 +223,10 @@ def data(S: int = 9, B: int = 2, dtype: torch.dtype = torch.float64, T: int | No
     return torch.randn(B, S, DIM, generator=g, dtype=torch.float64).to(dtype), rows
 
 
-def _expansions(backend: Absorbing) -> list[str]:
+def _expansions(got: Captured) -> list[str]:
     """Returns the nodes of the last graph that hold keys or values of each head, or write them."""
     wide, found = {NOPE + V, H * (NOPE + V), H * NOPE, H * V}, list[str]()
-    for node in backend.graphs[-1].graph.nodes:
+    for node in got.graphs[-1].graph.nodes:
         t = node.meta.get("example_value")
         after = node.op.startswith("call_") and isinstance(t, Tensor) and t.dim() > 2 and t.shape[-1] in wide
         if (after and t.shape[-1] != H * V) or node.target in ("copy_", "new_empty"):
@@ -277,22 +236,14 @@ def _expansions(backend: Absorbing) -> list[str]:
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_same_values_and_gradients(name: str) -> None:
-    _, backend = same(model_of(name), data())
+    got, _ = same(model_of(name), data())
     # Without rope all of q has as many features as the keys.
-    assert name == "no rope" or not _expansions(backend)
+    assert name == "no rope" or not _expansions(got)
 
 
 @pytest.mark.parametrize("name", ["cat", "copies", "einsum", "two ropes", "two maps"])
 def test_dynamic_sizes(name: str) -> None:
-    model = model_of(name)
-    backend = Absorbing()
-    torch._dynamo.reset()
-    fn = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
-    for S, B in ((9, 2), (13, 3), (5, 4)):
-        inputs = data(S, B)
-        got = Captured(*evaluate(fn, inputs, [*model.named_parameters()]))
-        assert difference(got, eager(model, inputs, [*model.named_parameters()])) < 1e-12
-    assert [type(x) for x in backend.found] == [Absorbed]
+    same(model_of(name), data(9, 2), dynamic=True)
 
 
 @pytest.mark.parametrize(("S", "B"), [(1, 2), (9, 1), (1, 1)])
@@ -374,9 +325,9 @@ LEFT: dict[str, Kv] = {
 @pytest.mark.parametrize("name", LEFT)
 def test_left_as_written(name: str) -> None:
     model, inputs = model_of(name), data()
-    got, backend = absorbed(model, inputs)
-    assert backend.found == [None]
-    assert difference(got, eager(model, inputs, [*model.named_parameters()])) == 0.0
+    got, found = absorbed(model, inputs)
+    assert found and not any(found)
+    assert difference(got, eager(model, inputs, [*model.named_parameters()])) < 1e-12
 
 
 def test_values_used_elsewhere_stay() -> None:
@@ -388,8 +339,7 @@ def test_values_used_elsewhere_stay() -> None:
         return k, v
 
     model.kv = used_elsewhere
-    _, backend = same(lambda x, rows: (model(x, rows), model.seen), data(), model=model)
-    assert _expansions(backend)
+    assert _expansions(same(lambda x, rows: (model(x, rows), model.seen), data(), model=model)[0])
 
 
 def test_copies_into_slices_are_routed_and_verified() -> None:
@@ -414,8 +364,8 @@ def errors(model: nn.Module, exact: nn.Module, inputs: tuple[Tensor, Tensor]) ->
     """Returns the errors against fp64 of the absorbed and of the unrouted ``model``, by output and gradient."""
     exact.load_state_dict(model.state_dict())
     parameters = [*model.named_parameters()]
-    got, backend = absorbed(model, inputs)
-    assert [type(x) for x in backend.found] == [Absorbed], backend.found
+    got, found = absorbed(model, inputs)
+    assert found and all(isinstance(x, Absorbed) for x in found), found
     mine, theirs = named_tensors(got), named_tensors(eager(model, inputs, parameters))
     want = named_tensors(eager(exact, (inputs[0].double(), inputs[1]), [*exact.named_parameters()]))
     return {k: (relative(mine[k], w), relative(theirs[k], w)) for k, w in want.items() if bool(w.any())}
@@ -463,9 +413,10 @@ def test_autocast(name: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(x, rows)
 
-    got, backend = absorbed(fn, inputs, model=model)
-    (found,) = backend.found
-    assert isinstance(found, Absorbed) and _dtype(found) is torch.bfloat16, found
+    got, found = absorbed(fn, inputs, model=model)
+    assert found and all(isinstance(x, Absorbed) for x in found), found
+    (call,) = [n for n in got.graphs[-1].graph.nodes if "selection" in str(n.target)]
+    assert call.args[0].meta["example_value"].dtype is torch.bfloat16
     want = eager(exact, (inputs[0].double(), inputs[1]), [*exact.named_parameters()])
     not_worse(name, got, eager(fn, inputs, [*model.named_parameters()]), want)
 
@@ -478,14 +429,15 @@ def test_frozen_weights_get_no_gradient(frozen: str) -> None:
 
 
 def test_without_gradients() -> None:
-    assert not _expansions(same(model_of("copies"), data(), grad=False)[1])
+    assert not _expansions(same(model_of("copies"), data(), grad=False)[0])
 
 
 @pytest.mark.parametrize("name", ["cat", "copies", "assigned", "einsum"])
 def test_verified(name: str) -> None:
     """The formula that is cut out of the graph and its op agree on the verifier's own data."""
-    _, backend = absorbed(model_of(name), data(), check=Verifier())
-    assert len(backend.errors) == 1 and backend.errors[0] is not None and backend.errors[0] < 1e-10
+    got, _ = absorbed(model_of(name), data(), check=Verifier())
+    errors = [routed.error for routed in got.report.routed]
+    assert len(errors) == 1 and errors[0] is not None and errors[0] < 1e-10
 
 
 def test_static_cache_written_in_place() -> None:
@@ -498,17 +450,13 @@ def test_static_cache_written_in_place() -> None:
         return copies(m, m.latents, m.ropes)
 
     model.kv = kv
-    outputs = []
-    for compiled in (False, True):
-        model.at, model.latents = at, torch.randn(2, 1, 7, LATENT, dtype=torch.float64).fill_(0.3)
+
+    def fn(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        model.at, model.latents = at, torch.full((2, 1, 7, LATENT), 0.3, dtype=torch.float64)
         model.ropes = torch.linspace(-1, 1, 7, dtype=torch.float64).view(1, 1, 7, 1).repeat(2, 1, 1, ROPE)
-        backend = Absorbing()
-        torch._dynamo.reset()
-        fn = torch.compile(model, backend=backend, dynamic=False) if compiled else model
-        with torch.no_grad():
-            outputs += [fn(x, rows), model.latents]
-    assert [type(f) for f in backend.found] == [Absorbed]
-    assert (outputs[0] - outputs[2]).abs().max() < 1e-12 and torch.equal(outputs[1], outputs[3])
+        return model(x, rows), model.latents
+
+    same(fn, (x, rows), grad=False, model=model)
 
 
 def test_heads_with_lists_of_their_own_are_left() -> None:
@@ -521,13 +469,11 @@ def test_heads_with_lists_of_their_own_are_left() -> None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
     own = torch.stack([rows, (rows + 1) % 9, (rows + 2) % 9], 1)
-    assert absorbed(fn, (x, own), model=model)[1].found == [None]
+    assert not any(absorbed(fn, (x, own), model=model)[1])
 
 
 def test_sizes() -> None:
-    _, backend = absorbed(model_of("rope first"), data())
-    (found,) = backend.found
-    assert isinstance(found, Absorbed)
+    _, found = same(model_of("rope first"), data())
     assert (found.heads, found.rope, found.width) == (H, ROPE, LATENT)
 
 

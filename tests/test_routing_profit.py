@@ -37,6 +37,9 @@ def _sizes(**changes: Any) -> profit.Sizes:
     )
 
 
+V32 = {"heads": 1, "width": 192, "selected": 2048, "groups": 32, "fused": True, "latent": profit.Latent(32, 512, 64, 1)}
+V4 = {"heads": 64, "width": 512, "values": 512, "selected": 640}
+A_LIST_A_HEAD = {"heads": 1, "groups": 16, "selected": 512, "fused": True}
 FEWEST: dict[str, tuple[dict[str, Any], bool | None, int]] = {
     "ranges, 1 head": ({"queries": 16384, "heads": 1, "selected": 1024}, None, 16384),
     "ranges, 3 heads": ({"queries": 16384, "heads": 3, "selected": 1024}, None, 9460),
@@ -45,34 +48,12 @@ FEWEST: dict[str, tuple[dict[str, Any], bool | None, int]] = {
     "ranges, 16 heads": ({"queries": 16384, "heads": 16, "selected": 1024}, None, 4096),
     "ranges, 17 queries": ({"queries": 17, "heads": 1, "selected": 1024}, None, 16384),
     "ranges, 16 queries": ({"queries": 16, "heads": 1, "selected": 1024}, None, 2048),
-    "DeepSeek-V3.2": (
-        {
-            "heads": 1,
-            "width": 192,
-            "selected": 2048,
-            "groups": 32,
-            "fused": True,
-            "latent": profit.Latent(32, 512, 64, 1),
-        },
-        False,
-        12813,
-    ),
-    "DeepSeek-V3.2, training": (
-        {
-            "heads": 1,
-            "width": 192,
-            "selected": 2048,
-            "groups": 32,
-            "fused": True,
-            "latent": profit.Latent(32, 512, 64, 1),
-        },
-        True,
-        13552,
-    ),
-    "DeepSeek-V4": ({"heads": 64, "width": 512, "values": 512, "selected": 640}, False, 293),
-    "DeepSeek-V4, training": ({"heads": 64, "width": 512, "values": 512, "selected": 640}, True, 437),
-    "a list a head": ({"heads": 1, "groups": 16, "selected": 512, "fused": True}, False, 30147),
-    "a list a head, training": ({"heads": 1, "groups": 16, "selected": 512, "fused": True}, True, 44641),
+    "DeepSeek-V3.2": (V32, False, 12813),
+    "DeepSeek-V3.2, training": (V32, True, 13552),
+    "DeepSeek-V4": (V4, False, 293),
+    "DeepSeek-V4, training": (V4, True, 437),
+    "a list a head": (A_LIST_A_HEAD, False, 30147),
+    "a list a head, training": (A_LIST_A_HEAD, True, 44641),
     "decoding by lists": ({"queries": 1, "heads": 16, "groups": 8, "selected": 2048, "fused": True}, False, 7537),
 }
 """Sizes, whether gradients are needed (None: ranges), and the fewest keys from which on the op replaces dense attention."""
@@ -92,6 +73,16 @@ def test_the_fewest_keys_from_which_on_the_op_is_chosen(name: str) -> None:
     fewest = FEWEST[name][2]
     assert _case(name, fewest - 1)[0].startswith("dense attention is faster: ")
     assert not _case(name, fewest)[0] and not _case(name, 4 * fewest)[0]
+
+
+def test_what_no_kernel_takes_is_refused_whatever_it_costs() -> None:
+    def refusal(**changes: Any) -> str:
+        return profit.refusal(_sizes(**{"queries": 16384, "keys": 16384, "selected": 1024, **changes}))
+
+    assert not refusal() and refusal(selected=4096).startswith("dense attention is faster: ")
+    assert "up to 64" in refusal(heads=65) and "up to 512" in refusal(width=576)
+    assert "float64" in refusal(dtype=torch.float64)
+    assert not refusal(device="cpu", keys=16, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", FEWEST)
@@ -205,57 +196,46 @@ def _found(
     return found[0]
 
 
-LISTS = "; estimated from one H200 in bf16)"
-RANGES = "; a unit is a key in dense attention, estimated from one H200 in bf16)"
+LISTS = "estimated from one H200 in bf16)"
+RANGES = f"a unit is a key in dense attention, {LISTS}"
+
+
+def _said(routed: bool, op: str, dense: str, keys: str, unit: str = "ms", other: str = "dense attention") -> str:
+    """Returns the words for both sides' figures, those of the side that is chosen first."""
+    ours = "ranges of keys" if unit == "units" else "lists of keys"
+    sides = [(f"{ours} are", ours, op), (f"{other} is", other, dense)]
+    (first, _, less), (_, second, more) = sides if routed else sides[::-1]
+    return f"{first} faster: {less} {unit}, {second} {more} {unit} ({keys}; {RANGES if unit == 'units' else LISTS}"
+
+
+def _ranges(keys: int, op: int, units: int, heads: int, assumed: str = "") -> tuple[Any, ...]:
+    said = f"{assumed}1024 of {keys} keys a query, {units} units each with {heads} heads a group"
+    return str(op), str(keys), said, "units"
+
+
 SAID: list[tuple[Fn, tuple[Any, ...], bool, str]] = [
-    (
-        blocks, (16384, 16, 1), True,
-        "ranges of keys are faster: 4096 units, dense attention 16384 units "
-        "(1024 of 16384 keys a query, 4 units each with 16 heads a group" + RANGES,
-    ),
-    (
-        blocks, (2048, 16, 1, True), False,
-        "dense attention is faster: 2048 units, ranges of keys 4096 units "
-        "(1024 of 2048 keys a query, 4 units each with 16 heads a group" + RANGES,
-    ),
-    (
-        spans, (16384, 16, 1), True,
-        "ranges of keys are faster: 4096 units, dense attention 16384 units "
-        "(an assumed 1024 of 16384 keys a query, 4 units each with 16 heads a group" + RANGES,
-    ),
-    (
-        spans, (4096, 8, 2), False,
-        "dense attention is faster: 4096 units, ranges of keys 8192 units "
-        "(an assumed 1024 of 4096 keys a query, 8 units each with 4 heads a group" + RANGES,
-    ),
-    (
-        picks, (2048, 64, 1), True,
-        "lists of keys are faster: 0.0916 ms, dense attention 0.398 ms (512 of 2048 keys a query, 64 heads a group" + LISTS,
-    ),
-    (
-        picks, (2048, 8, 1, True), False,
-        "dense attention is faster: 0.259 ms, lists of keys 0.706 ms "
-        "(512 of 2048 keys a query, 8 heads a group, with gradients" + LISTS,
-    ),
-    (
-        gathered, (2048, 64, 1, True), True,
-        "lists of keys are faster: 0.706 ms, gathering the keys 1.02 ms "
-        "(512 of 2048 keys a query, 64 heads a group, with gradients" + LISTS,
-    ),
-    (
-        gathered, (2048, 8, 1, True), False,
-        "gathering the keys is faster: 0.568 ms, lists of keys 0.706 ms "
-        "(512 of 2048 keys a query, 8 heads a group, with gradients" + LISTS,
-    ),
-    (
-        window, (4096, 16, 1), True,
-        "lists of keys are faster: 0.0458 ms, dense attention 0.398 ms (128 of 4096 keys a query, 16 heads a group" + LISTS,
-    ),
-    (
-        window, (4096, 16, 16), False,
-        "dense attention is faster: 0.398 ms, lists of keys 0.733 ms (128 of 4096 keys a query, 1 heads a group" + LISTS,
-    ),
-]  # fmt: skip
+    (fn, sizes, routed, _said(routed, *given))
+    for fn, sizes, routed, given in (
+        (blocks, (16384, 16, 1), True, _ranges(16384, 4096, 4, 16)),
+        (blocks, (2048, 16, 1, True), False, _ranges(2048, 4096, 4, 16)),
+        (spans, (16384, 16, 1), True, _ranges(16384, 4096, 4, 16, "an assumed ")),
+        (spans, (4096, 8, 2), False, _ranges(4096, 8192, 8, 4, "an assumed ")),
+        (picks, (2048, 64, 1), True, ("0.0916", "0.398", "512 of 2048 keys a query, 64 heads a group")),
+        (
+            picks,
+            (2048, 8, 1, True),
+            False,
+            ("0.706", "0.259", "512 of 2048 keys a query, 8 heads a group, with gradients"),
+        ),
+        *(
+            (gathered, (2048, heads, 1, True), routed, ("0.706", time, said, "ms", "gathering the keys"))
+            for heads, routed, time in ((64, True, "1.02"), (8, False, "0.568"))
+            for said in [f"512 of 2048 keys a query, {heads} heads a group, with gradients"]
+        ),
+        (window, (4096, 16, 1), True, ("0.0458", "0.398", "128 of 4096 keys a query, 16 heads a group")),
+        (window, (4096, 16, 16), False, ("0.733", "0.398", "128 of 4096 keys a query, 1 heads a group")),
+    )
+]
 
 
 @without_a_gpu

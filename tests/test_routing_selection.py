@@ -510,21 +510,6 @@ def test_plain_attention_is_no_near_miss() -> None:
 # --- whether routing is profitable --------------------------------------------------------------------------
 
 
-def _sizes(**changes: Any) -> Sizes:
-    """Returns the sizes of c2 of the benchmark, with changes."""
-    return dataclasses.replace(Sizes("cuda", torch.bfloat16, 16384, 16384, 4, 128, 1024), **changes)
-
-
-def test_the_rule_for_cuda() -> None:
-    assert not refusal(_sizes()) and not refusal(_sizes(heads=16)) and not refusal(_sizes(keys=32768))
-    assert not refusal(_sizes(selected=None)) and not refusal(_sizes(queries=1, keys=2048))
-    for few in ({"keys": 4096}, {"heads": 1, "keys": 8192}, {"selected": 4096}, {"keys": 2048, "heads": 16}):
-        assert "dense attention is faster" in refusal(_sizes(**few)), few
-    assert "up to 64" in refusal(_sizes(heads=65)) and "up to 512" in refusal(_sizes(width=576))
-    assert "float64" in refusal(_sizes(dtype=torch.float64))
-    assert not refusal(_sizes(device="cpu", keys=16, dtype=torch.float64))
-
-
 def test_the_rule_for_cuda_follows_the_measurements() -> None:
     """Compares the choice with each pair that was measured: within 5 % it is the faster side, the dense one causal."""
     kept = json.loads((ROOT / "benchmarks" / "results" / "selection.json").read_text())

@@ -50,11 +50,6 @@ def gather_of(kv: Tensor, at: Tensor) -> Tensor:
     return torch.gather(kv.unsqueeze(1).expand(-1, at.shape[1], -1, -1), 2, places)
 
 
-def select_of(kv: Tensor, at: Tensor) -> Tensor:
-    """The same by one ``index_select`` a sequence, as the reference of FlashMLA does."""
-    return torch.stack([x.index_select(0, i.flatten()).view(*i.shape, -1) for x, i in zip(kv, at, strict=True)])
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, sink: Tensor | None = None) -> Tensor:
     """Attends to gathered keys [B, S, K, D] that are kept [B, S, K]."""
     scores = torch.einsum("bshd,bskd->bshk", q, k) * 0.4

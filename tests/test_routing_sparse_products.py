@@ -142,7 +142,7 @@ class Added(Latent):
 
 def test_added_products_of_a_latent_are_absorbed() -> None:
     torch.manual_seed(3)
-    (found,) = same(Added(lambda m, c, rot: (c, c)).to(torch.float64), data())[1].found
+    _, found = same(Added(lambda m, c, rot: (c, c)).to(torch.float64), data())
     assert (found.rope, found.width) == (ROPE, LATENT), found
 
 

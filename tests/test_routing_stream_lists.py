@@ -41,18 +41,16 @@ def projected(xs: Sequence[Tensor], p: P) -> Tensor:
     return sum(x @ w.T for x, w in zip(xs, maps, strict=True))  # type: ignore[return-value]
 
 
-def summed_root(xs: Sequence[Tensor], p: P) -> list[Tensor]:
-    squares = sum(x.square().sum(-1, keepdim=True) for x in xs)
-    return apart(xs, projected(xs, p) * torch.rsqrt(squares / (N * WIDTH) + EPS), p)
+def squares(xs: Sequence[Tensor]) -> Tensor:
+    return sum(x.square().sum(-1, keepdim=True) for x in xs) / (N * WIDTH)  # type: ignore[return-value]
 
 
-def eps_outside(xs: Sequence[Tensor], p: P) -> list[Tensor]:
-    squares = sum(x.square().sum(-1, keepdim=True) for x in xs)
-    return apart(xs, projected(xs, p) / (torch.sqrt(squares / (N * WIDTH)) + EPS), p)
+def means(xs: Sequence[Tensor]) -> list[Tensor]:
+    return [x.square().mean(-1, keepdim=True) for x in xs]
 
 
 def normed_before(xs: Sequence[Tensor], p: P) -> list[Tensor]:
-    inverse = torch.rsqrt(sum(x.square().mean(-1, keepdim=True) for x in xs) / N + EPS)
+    inverse = torch.rsqrt(sum(means(xs)) / N + EPS)
     return apart(xs, projected([x * inverse for x in xs], p), p)
 
 
@@ -86,10 +84,10 @@ STACKED: dict[str, Layer] = {
     "rounded": rounded,
 }
 NEVER_STACKED: dict[str, Layer] = {
-    "rsqrt": summed_root,
-    "eps outside": eps_outside,
+    "rsqrt": lambda xs, p: apart(xs, projected(xs, p) * torch.rsqrt(squares(xs) + EPS), p),
+    "eps outside": lambda xs, p: apart(xs, projected(xs, p) / (torch.sqrt(squares(xs)) + EPS), p),
     "normed before": normed_before,
-    "clamped norm": lambda xs, p: apart(xs, projected(xs, p) / root_of_squares(xs, p).clamp(min=EPS), p),
+    "clamped norm": lambda xs, p: apart(xs, projected(xs, p) / squares(xs).sqrt().clamp(min=EPS), p),
 }
 BOTH = {"mhc_pre": 1, "mhc_post": 1}
 ENDS: dict[str, Callable[[list[Tensor]], object]] = {
@@ -325,14 +323,12 @@ def test_a_head_of_a_list_is_named_by_its_norm(name: str) -> None:
 
 def test_streams_of_other_widths_stay() -> None:
     p = parameters()
-    xs = tuple(streams().unbind(-2))
 
     def uneven(*a: Tensor) -> list[Tensor]:
         parts = [a[0][..., : WIDTH // 2], a[0][..., WIDTH // 2 :], *a[1:]]
-        z = normed(torch.cat(parts, -1)) @ p["phi"].T
-        return apart(a, z, p)
+        return apart(a, z_of(torch.cat(parts, -1), p), p)
 
-    got = same(uneven, xs, p.items())
+    got = same(uneven, tuple(streams().unbind(-2)), p.items())
     assert not got.ops["mhc_pre"] and reasons(got)
 
 
@@ -340,14 +336,6 @@ def test_streams_of_other_widths_stay() -> None:
 
 Sums = Callable[..., list[Tensor]]
 STATIC = "mhc_pre: the weights of the streams are no projection of them, as in hyper-connections with static weights"
-
-
-def root_of_squares(xs: Sequence[Tensor], p: P) -> Tensor:
-    return (sum(x.square().sum(-1, keepdim=True) for x in xs) / (N * WIDTH)).sqrt()  # type: ignore[union-attr]
-
-
-def means(xs: Sequence[Tensor]) -> list[Tensor]:
-    return [x.square().mean(-1, keepdim=True) for x in xs]
 
 
 UNSEEN: dict[str, Layer] = {
@@ -404,17 +392,13 @@ def test_streams_put_together_by_cat_are_routed(how: str) -> None:
 def test_cats_of_other_things_stay() -> None:
     """Parts of other widths, in another order, or with another matrix a stream."""
     h, f, m = given()
-
-    def uneven(x: Tensor) -> Tensor:
-        return torch.cat([*new_streams(x, h, f, m)[1:], new_streams(x, h, f, m)[0][..., 8:]], -1)
-
-    def turned(x: Tensor) -> Tensor:
-        return torch.cat(new_streams(x, h, f, m)[::-1], -1)
-
-    def two_matrices(x: Tensor) -> Tensor:
-        return torch.cat([*new_streams(x, h, f, m)[:2], *new_streams(x, h, f, m.mT)[2:]], -1)
-
-    for fn in (uneven, turned, two_matrices):
+    new = lambda x, m=m: new_streams(x, h, f, m)  # noqa: E731
+    others: list[Callable[[Tensor], Tensor]] = [
+        lambda x: torch.cat([*new(x)[1:], new(x)[0][..., 8:]], -1),
+        lambda x: torch.cat(new(x)[::-1], -1),
+        lambda x: torch.cat([*new(x)[:2], *new(x, m.mT)[2:]], -1),
+    ]
+    for fn in others:
         assert not same(fn, (streams(),)).ops
 
 

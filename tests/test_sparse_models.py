@@ -17,7 +17,7 @@ from mhc_inductor import compat
 from mhc_inductor.routing.operators.index.operator import IndexOperator
 from mhc_inductor.routing.operators.selection.operator import SelectionOperator
 from tests.formulas import sparse_families, sparse_runs
-from tests.formulas.sparse_families import EACH_COMMIT, FAMILIES
+from tests.formulas.sparse_families import EACH_COMMIT, FAMILIES, LATENT
 from tests.formulas.sparse_runs import MODES
 from tests.tools import capture, each_commit
 
@@ -97,6 +97,16 @@ def _not_worse(got: capture.Captured, want: capture.Captured, exact: capture.Cap
     assert ours.norm() <= 2 * eager.norm() + 0.1 * size.norm()
 
 
+def _scores_of_all_heads(graphs: list[torch.fx.GraphModule], family: str) -> list[torch.fx.Node]:
+    """Returns the nodes with an element for each head of an indexer, query and key; some families pool their keys."""
+    heads, keys = LATENT["index_n_heads"], sparse_runs.LENGTH // {"deepseek_v4": 2, "glm5_next": 4}.get(family, 1)
+    found = []
+    for node in (node for gm in graphs for node in gm.graph.nodes):
+        shape = [s for s in getattr(node.meta.get("example_value"), "shape", ()) if isinstance(s, int)]
+        found += [node] * (len(shape) == 4 and heads in shape[1:3] and shape[-1] == keys)
+    return found
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "attention", "name"), CASES)
 def test_routed_of_all_and_the_same_results(family, attention, name):
@@ -119,7 +129,32 @@ def test_routed_of_all_and_the_same_results(family, attention, name):
         assert (found.indexers > 0, found.attentions > 0) == (indexers > 0, attentions > 0), text
     else:
         assert (found.indexers, found.attentions) == (indexers, attentions), text
+    if name.startswith("prefill") and indexers == one.indexers > 0:
+        assert not _scores_of_all_heads(found.graphs, family), "an indexer's products are still in the graph"
     assert len(found.graphs) <= GRAPHS.get(family, 1) * (3 if mode.decode else 1), found.breaks
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_masks_of_indexers_that_are_prefixes_become_limits(family, padded):
+    """DeepSeek-V4's mask counts compressed keys, whatever is padded."""
+    mode = MODES["prefill, left padded" if padded else "prefill, no cache"]
+    _, found = sparse_runs.routed(sparse_runs.prepare(family, mode, "eager"), mode)
+    details = [r.detail for r in found.report.routed if r.op == "index_topk"]
+    assert len(details) == FAMILIES[family].indexers and not found.report.problems
+    assert not [m for m in found.report.near_misses if m.op == "index_topk"]
+    assert {"first keys of each query" in detail for detail in details} == {family == "deepseek_v4" or not padded}
+
+
+@pytest.mark.parametrize("family", [family for family, one in FAMILIES.items() if one.indexers])
+def test_indexers_under_autocast(family):
+    mode = MODES["prefill, no cache"]
+    model = sparse_runs.prepare(family, mode, "eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        want = sparse_runs.evaluate(model, model, mode)
+        got, found = sparse_runs.routed(model, mode)
+    assert found.indexers == FAMILIES[family].indexers and not found.report.problems
+    _not_worse(got, want, sparse_runs.evaluate(model, model, mode))
 
 
 @pytest.mark.timeout(900)

@@ -211,19 +211,8 @@ NEAR: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], object], str]] 
 """Formulas that resemble an indexer, and a part of the reason why they stay."""
 
 UNSCORED = (
-    "magnitudes",
-    "soft cap",
-    "soft cap inside",
-    "maximum over heads",
-    "maximum of products",
-    "no relu",
-    "gelu",
-    "loop over heads",
-    "loop over queries",
-    "bias of keys",
-    "squared",
-    "weights of keys",
-    "keys of each head",
+    *("magnitudes", "soft cap", "soft cap inside", "maximum over heads", "maximum of products", "no relu", "gelu"),
+    *("loop over heads", "loop over queries", "bias of keys", "squared", "weights of keys", "keys of each head"),
 )
 """Those whose scores are not the op's. Of the others ``index_scores`` computes the scores, and the choice stays."""
 
