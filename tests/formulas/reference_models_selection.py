@@ -281,10 +281,6 @@ def _blocks(shape: tuple[int, ...], S: int, size: int, rows: int, negative: bool
     return picked
 
 
-def _x(S: int = 16) -> tuple[Tensor, ...]:
-    return (torch.randn(2, S, 32, generator=_generator()),)
-
-
 def _modules(make: Callable[[], nn.Module], dim: int = 32) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
     return make, (torch.randn(2, 16, dim, generator=_generator()),)
 
