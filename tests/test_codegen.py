@@ -55,24 +55,36 @@ def _fused_and_gradients(x, phi, alpha, bias, w, g):
     return OPS.mhc_post_pre_backward(g, h_in, next_post, next_res, *post, x_out, *params, *saved, *FLOATS)[:7], x_out
 
 
-def _compile(fn, extra=(), batch=2, **options):
-    """Returns the generated source, from ``call`` on."""
+def compiled(fn, *given, backend="mhc_inductor", dynamic=None):
+    """Returns the generated source, from ``call`` on.
+
+    ``given``: shapes of bf16 tensors, pairs of a shape and a dtype, or None.
+    """
+    torch._dynamo.reset()
     with fake_cuda(), FakeTensorMode():
-
-        def empty(*shape, dtype=torch.float32):
-            return torch.empty(*shape, dtype=dtype, device="cuda")
-
-        x = empty(batch, 128, N, D, dtype=torch.bfloat16)
-        args = [x, empty(24, N * D), empty(3), empty(24), empty(D, D, dtype=torch.bfloat16)]
-        args += [empty(batch, 128, N, D, dtype=torch.bfloat16) for _ in extra]
-        codes = generated_code(lambda: torch.compile(fn, fullgraph=True, **options)(*args))
+        pairs = [one if one is None or isinstance(one[0], tuple) else (one, torch.bfloat16) for one in given]
+        args = [pair and torch.empty(*pair[0], dtype=pair[1], device="cuda") for pair in pairs]
+        codes = generated_code(lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend=backend)(*args))
     assert len(codes) == 1
-    lines = codes[0][codes[0].index("def call(") :].splitlines()
-    return "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    return codes[0][codes[0].index("def call(") :]
+
+
+def _compile(fn, extra=(), batch=2, **options):
+    x, f32 = (batch, 128, N, D), torch.float32
+    lines = compiled(fn, x, *(((24, N * D), f32), ((3,), f32), ((24,), f32)), (D, D), *[x for _ in extra], **options)
+    return "\n".join(line for line in lines.splitlines() if not line.lstrip().startswith("#"))
+
+
+def called_and_logged(caplog, compile_, op, limit):
+    """Asserts that the compiled code calls an op above the sizes of its kernels, and that this is logged."""
+    with caplog.at_level("WARNING", logger="mhc_inductor"):
+        code = compile_()
+    assert f"torch.ops.mhc_inductor.{op}.default" in code
+    assert [r for r in caplog.records if limit in r.getMessage()]
 
 
 def test_inference_launches_the_kernels_and_no_op():
-    code = _compile(_layer, backend="mhc_inductor")
+    code = _compile(_layer)
     ours = [k for k in launches(code) if k.startswith("mhc_")]
     assert ours == [*PRE, "mhc_post"]
     assert len(launches(code)) == len(ours) + 1, "the kernels and tanh, and nothing that copies x"
@@ -81,7 +93,7 @@ def test_inference_launches_the_kernels_and_no_op():
 
 def test_training_graphs_launch_the_kernels_and_fold_the_sum():
     before = mhc_inductor.counters().get("dx_acc folded", 0)
-    code = _compile(_layer_and_gradients, extra="g", backend="mhc_inductor")
+    code = _compile(_layer_and_gradients, extra="g")
     launched = launches(code)
     assert sorted(k for k in launched if k.startswith("mhc_")) == sorted(
         [*PRE, "mhc_post", "mhc_post_backward", *PRE_BACKWARD]
@@ -110,11 +122,7 @@ def test_the_kernel_adds_no_gradient_that_is_computed_after_it(later):
 
 def test_a_tuned_table_reaches_the_generated_launch():
     def programs():
-        return int(
-            re.search(
-                r", (\d+), 1, 1, stream", runs(_compile(_layer, backend="mhc_inductor"), "mhc_post")[0].arguments
-            )[1]
-        )
+        return int(re.search(r", (\d+), 1, 1, stream", runs(_compile(_layer), "mhc_post")[0].arguments)[1])
 
     assert programs() == 2 * 128
     with table.use({f"mhc.post({D}, {N})": {"BD": 128, "num_warps": 8, "N": 1}}):
@@ -133,7 +141,7 @@ def test_eps_outside_the_root_is_a_constant_of_the_same_kernels():
 
     launched = {}
     for form in ("inside", "outside"):
-        code = _compile(fn, extra="g", backend="mhc_inductor")
+        code = _compile(fn, extra="g")
         assert sorted(launches(code)) == sorted([*PRE, *PRE_BACKWARD]) and "torch.ops.mhc_inductor" not in code
         launched[form] = [
             line for line in code.splitlines() if "mhc_pre_backward_coefficients" in line and ".run(" in line
@@ -142,13 +150,13 @@ def test_eps_outside_the_root_is_a_constant_of_the_same_kernels():
 
 
 def test_no_fp32_copy_of_x():
-    code = _compile(_layer_and_gradients, extra="g", backend="mhc_inductor")
+    code = _compile(_layer_and_gradients, extra="g")
     sized = re.findall(r"empty_strided_cuda\(\(2, 128, 4, 256\), .*?, (torch\.\w+)\)", code)
     assert sized and set(sized) == {"torch.bfloat16"}
 
 
 def test_dynamic_batch_keeps_one_symbolic_launch():
-    code = _compile(_layer_and_gradients, extra="g", backend="mhc_inductor", dynamic=True)
+    code = _compile(_layer_and_gradients, extra="g", dynamic=True)
     grids = [launch.arguments for launch in runs(code, "mhc_")]
     assert len(grids) == 10
     assert sum(bool(re.search(r"\bs\d+", g)) for g in grids) == 9, "all but the weights' depend on the batch"
@@ -163,7 +171,7 @@ def test_configurations_of_one_kernel_in_one_graph_stay_apart():
         h_in = mhc_inductor.mhc_head(x, phi.narrow(0, 0, N), alpha.narrow(0, 0, 1), bias.narrow(0, 0, N))
         return h_in, _layer(x, phi, alpha, bias, w)
 
-    code = _compile(both, extra="g", backend="mhc_inductor")
+    code = _compile(both, extra="g")
     for kernel in ("mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse"):
         names = [launch.variable for launch in runs(code, kernel)]
         assert len(names) == len(set(names)) == 2, names
@@ -171,7 +179,7 @@ def test_configurations_of_one_kernel_in_one_graph_stay_apart():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_fused_ops_launch_the_fused_kernels(dynamic):
-    code = _compile(_fused_and_gradients, extra="g", backend="mhc_inductor", dynamic=dynamic)
+    code = _compile(_fused_and_gradients, extra="g", dynamic=dynamic)
     launched = launches(code)
     ours = [k for k in launched if k.startswith("mhc_")]
     assert sorted(ours) == sorted([*PRE, *POST_PRE, *POST_PRE_BACKWARD])
@@ -201,7 +209,7 @@ def _single_pass_and_gradients(x, phi, alpha, bias, w, g):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_single_pass_launches_its_kernels(dynamic):
-    code = _compile(_single_pass_and_gradients, extra="g", backend="mhc_inductor", dynamic=dynamic)
+    code = _compile(_single_pass_and_gradients, extra="g", dynamic=dynamic)
     ours = [k for k in launches(code) if k.startswith("mhc_")]
     coefficients = ("mhc_pre_weights", "mhc_pre_project", "mhc_coefficients")
     backward = PRE_BACKWARD[1:]
@@ -224,7 +232,7 @@ def test_few_tokens_in_inference_stay_two_ops(batch, grad, fused):
     """
     before = mhc_inductor.counters().get("fused mhc_post_pre", 0)
     with torch.set_grad_enabled(grad):
-        launched = launches(_compile(_post_pre, batch=batch, backend="mhc_inductor"))
+        launched = launches(_compile(_post_pre, batch=batch))
     assert [k for k in launched if k.startswith("mhc_")] == list(POST_PRE)
     assert mhc_inductor.counters().get("fused mhc_post_pre", 0) - before == fused
 
@@ -254,7 +262,7 @@ def test_few_tokens_are_fused_where_the_fused_op_has_kernels_for_them(monkeypatc
     monkeypatch.setattr(compat, "in_package", lambda: packaged)
     before = mhc_inductor.counters().get("fused mhc_post_pre", 0)
     with torch.no_grad():
-        code = _compile(_post_pre, batch=1, backend="mhc_inductor")
+        code = _compile(_post_pre, batch=1)
     assert mhc_inductor.counters().get("fused mhc_post_pre", 0) - before == (not packaged)
     assert ("torch.ops.mhc_inductor.mhc_post_pre.default(" in code) == (not packaged)
 

@@ -7,15 +7,15 @@ import re
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor  # noqa: F401  (registers the ops)
 from mhc_inductor import compat
 from mhc_inductor.kernels.e79 import plan
-from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.test_codegen import called_and_logged, compiled
+from tests.tools.fakecuda import without_a_gpu
 from tests.tools.generated import launches, runs
 
-OPS = torch.ops.mhc_inductor
+OPS, F32 = torch.ops.mhc_inductor, torch.float32
 N = 32
 BACKWARD = ("e79_backward", "e79_finish")
 
@@ -39,19 +39,9 @@ def _scan(x, w, bias, S0):
 
 
 def _compile(fn, steps, batch, bias, dynamic=None):
-    with fake_cuda(), FakeTensorMode():
-
-        def empty(*shape):
-            return torch.empty(*shape, device="cuda")
-
-        sizes = {"none": None, "fixed": (N,), "input": (steps, batch, N)}[bias]
-        b = None if sizes is None else empty(*sizes)
-        args = [empty(steps, batch, 48), empty(48, 4 * N), b, empty(batch, N, N)]
-        codes = generated_code(
-            lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")(*args)
-        )
-    assert len(codes) == 1
-    return codes[0][codes[0].index("def call(") :]
+    sizes = {"none": None, "fixed": ((N,), F32), "input": ((steps, batch, N), F32)}[bias]
+    given = ((steps, batch, 48), F32), ((48, 4 * N), F32), sizes, ((batch, N, N), F32)
+    return compiled(fn, *given, dynamic=dynamic)
 
 
 @pytest.mark.parametrize("bias", ["none", "fixed", "input"])
@@ -94,13 +84,5 @@ def test_dynamic_sizes_stay_symbolic(plain_triton):
 
 
 def test_above_128_the_reference_is_called_and_logged_once(caplog):
-    with fake_cuda(), FakeTensorMode():
-        x = torch.empty(4, 2, 4 * 136, device="cuda")
-        with caplog.at_level("WARNING", logger="mhc_inductor"):
-            codes = generated_code(
-                lambda: torch.compile(lambda x: OPS.e79_scan(x, None, None, None, None, 0)[0], backend="mhc_inductor")(
-                    x
-                )
-            )
-    assert "torch.ops.mhc_inductor.e79_scan.default" in codes[0]
-    assert [r for r in caplog.records if "n = 136 is above 128" in r.getMessage()]
+    scan = lambda x: OPS.e79_scan(x, None, None, None, None, 0)[0]  # noqa: E731
+    called_and_logged(caplog, lambda: compiled(scan, ((4, 2, 4 * 136), F32)), "e79_scan", "n = 136 is above 128")

@@ -15,26 +15,17 @@ from mhc_inductor.kernels.index import plan
 from mhc_inductor.kernels.selection import lists_plan
 from mhc_inductor.nn import SparseIndexer
 from mhc_inductor.replay import run
+from tests.test_codegen import called_and_logged, compiled
 from tests.tools.deterministic import deterministic_algorithms
 from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
-from tests.tools.generated import launches
+from tests.tools.generated import called, launches
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 
 
-def _compile(fn, S, T, dynamic=None, D=64, *, B=2, mask=(1, 1)):
-    torch._dynamo.reset()
-    with fake_cuda(), FakeTensorMode():
-        q = torch.empty(B, S, 4, D, device="cuda", dtype=torch.bfloat16)
-        k = torch.empty(B, T, D, device="cuda", dtype=torch.bfloat16)
-        w = torch.empty(B, S, 4, device="cuda")
-        limit = torch.empty(B, S, device="cuda", dtype=torch.int32)
-        mask = torch.empty(*mask, T, device="cuda", dtype=torch.bool)
-        codes = generated_code(
-            lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")(q, k, w, limit, mask)
-        )
-    assert len(codes) == 1
-    return codes[0][codes[0].index("def call(") :]
+def _compile(fn, S, T, dynamic=None, D=64):
+    given = ((2, S, 4), torch.float32), ((2, S), torch.int32), ((1, 1, T), torch.bool)
+    return compiled(fn, (2, S, 4, D), (2, T, D), *given, dynamic=dynamic)
 
 
 def _topk(q, k, w, limit, mask):
@@ -45,15 +36,40 @@ def _topk_scores(q, k, w, limit, mask):
     return torch.ops.mhc_inductor.index_topk_scores(q, k, w, 16, 0.1, limit, mask, None, None)
 
 
-@pytest.mark.parametrize("fn", [_topk, _topk_scores])
-def test_known_sizes_launch_the_kernels(fn):
-    code = _compile(fn, 256, 512)
-    assert launches(code) == ["index_tile_scores", "index_select"]
-    assert "torch.ops.mhc_inductor" not in code
+def _scores(q, k, w, limit, mask):
+    return mhc_inductor.index_scores(q, k, w, limit=limit)
 
 
-def test_few_queries():
-    assert launches(_compile(_topk, 1, 512)) == ["index_row_scores", "index_select"]
+def _gradients(q, k, w, limit, mask):
+    """Computes a forward and its gradients in one graph: autograd itself needs a real device."""
+    none = (None, None, None)
+    scores = torch.ops.mhc_inductor.index_scores(q, k, w, 1.0, limit, *none)
+    return torch.ops.mhc_inductor.index_scores_backward(scores, q, k, w, 1.0, limit, *none)
+
+
+TOPK = ["index_tile_scores", "index_select"]
+SUMS = ["index_tile_scores", "index_dq", "index_dk", "index_dk_sum"]
+LAUNCHED = {
+    "a choice": (_topk, 256, {}, TOPK, set()),
+    "a choice with its scores": (_topk_scores, 256, {}, TOPK, set()),
+    "few queries": (_topk, 1, {}, ["index_row_scores", "index_select"], set()),
+    "a few chunks, one after the other": (_topk, 256, {"scores": 128 * 512}, TOPK * 4, set()),
+    "many chunks": (_topk, 2048, {"scores": 1}, [], {"index_topk"}),
+    "unknown sizes": (_topk, 256, {"dynamic": True}, [], {"index_topk"}),
+    "scores": (_scores, 256, {}, TOPK[:1], set()),
+    "scores of unknown sizes": (_scores, 256, {"dynamic": True}, TOPK[:1], set()),
+    "gradients": (_gradients, 256, {}, SUMS, set()),
+    "gradients of unknown sizes": (_gradients, 256, {"dynamic": True}, SUMS, set()),
+}
+"""Functions, numbers of queries, the largest workspace and whether sizes are known, kernels, and ops that are called."""
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_the_kernels_that_are_launched_and_the_ops_that_are_called(name, monkeypatch):
+    fn, S, how, kernels, ops = LAUNCHED[name]
+    monkeypatch.setattr(plan, "SCORES", how.get("scores", plan.SCORES))
+    code = _compile(fn, S, 512, how.get("dynamic"))
+    assert launches(code) == kernels and called(code) == ops
 
 
 def test_few_queries_with_deterministic_algorithms():
@@ -62,44 +78,6 @@ def test_few_queries_with_deterministic_algorithms():
         code = _compile(_topk, 1, 512)
     assert launches(code) == ["index_tile_scores", "index_select"]
     assert f"(2, {plan.ROWS}, 512)" in code
-
-
-def test_a_few_chunks_are_launched_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(plan, "SCORES", 128 * 512)
-    code = _compile(_topk, 256, 512)
-    assert launches(code) == ["index_tile_scores", "index_select"] * 4
-    assert "torch.ops.mhc_inductor" not in code
-
-
-def test_many_chunks_call_the_op(monkeypatch):
-    monkeypatch.setattr(plan, "SCORES", 1)
-    assert "torch.ops.mhc_inductor.index_topk.default" in _compile(_topk, 2048, 512)
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_scores_launch_one_kernel_for_any_sizes(dynamic):
-    code = _compile(lambda q, k, w, limit, mask: mhc_inductor.index_scores(q, k, w, limit=limit), 256, 512, dynamic)
-    assert launches(code) == ["index_tile_scores"]
-    assert "torch.ops.mhc_inductor" not in code
-
-
-def test_unknown_sizes_call_the_op():
-    code = _compile(_topk, 256, 512, dynamic=True)
-    assert "torch.ops.mhc_inductor.index_topk.default" in code and not launches(code)
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_gradients_launch_three_kernels(dynamic):
-    """Computes a forward and its gradients in one graph: autograd itself needs a real device."""
-
-    def fn(q, k, w, limit, mask):
-        none = (None, None, None)
-        scores = torch.ops.mhc_inductor.index_scores(q, k, w, 1.0, limit, *none)
-        return torch.ops.mhc_inductor.index_scores_backward(scores, q, k, w, 1.0, limit, *none)
-
-    code = _compile(fn, 256, 512, dynamic)
-    assert launches(code) == ["index_tile_scores", "index_dq", "index_dk", "index_dk_sum"]
-    assert "torch.ops.mhc_inductor" not in code
 
 
 def test_a_mask_is_read_in_place():
@@ -126,10 +104,7 @@ def test_computed_inputs_are_read_in_place():
 
 
 def test_above_256_the_reference_is_called_and_logged_once(caplog):
-    with caplog.at_level("WARNING", logger="mhc_inductor"):
-        code = _compile(_topk, 256, 512, D=300)
-    assert "torch.ops.mhc_inductor.index_topk.default" in code
-    assert [r for r in caplog.records if "D = 300 is above 256" in r.getMessage()]
+    called_and_logged(caplog, lambda: _compile(_topk, 256, 512, D=300), "index_topk", "D = 300 is above 256")
 
 
 def _indexer(q, k, w, limit, mask):
@@ -166,70 +141,43 @@ def test_an_indexer_of_unknown_sizes_calls_the_op():
 
 def _trained(S, dynamic=None, *, n=40, D=64, lse=True):
     """Returns the code of a loss and its gradients in one graph: autograd itself needs a real device."""
-    torch._dynamo.reset()
 
     def fn(q, k, w, indices, aq, ak, lse):
         loss, dscores = torch.ops.mhc_inductor.index_loss(q, k, w, indices, aq, ak, lse, 0.1, 0.2)
         return loss, *torch.ops.mhc_inductor.index_loss_backward(loss, q, k, w, indices, dscores, 0.1)
 
-    with fake_cuda(), FakeTensorMode():
-
-        def empty(*shape, dtype=torch.bfloat16):
-            return torch.empty(*shape, device="cuda", dtype=dtype)
-
-        args = [empty(2, S, 4, D), empty(2, S, D), empty(2, S, 4), empty(2, S, n, dtype=torch.int32)]
-        args += [empty(2, S, 2, 8, 96), empty(2, 2, S, 96), empty(2, S, 2, 8, dtype=torch.float32) if lse else None]
-        codes = generated_code(
-            lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")(*args)
-        )
-    assert len(codes) == 1
-    return codes[0][codes[0].index("def call(") :]
+    given = [(2, S, 4, D), (2, S, D), (2, S, 4), ((2, S, n), torch.int32), (2, S, 2, 8, 96), (2, 2, S, 96)]
+    return compiled(fn, *given, ((2, S, 2, 8), torch.float32) if lse else None, dynamic=dynamic)
 
 
 LOSS = ["selection_list_keys", "index_list_heads", "index_list_heads", "index_loss_rows"]
 GRADIENTS = ["selection_list_keys", "index_loss_factors"]
-SUMS = ["index_loss_gradients", "selection_list_slots", "selection_list_invert", "selection_list_sum"]
+CHUNK = ["index_loss_gradients", "selection_list_slots", "selection_list_invert", "selection_list_sum"]
+TRAINED = {
+    "known sizes": ({}, GRADIENTS + CHUNK, set()),
+    "without lse": ({"lse": False}, GRADIENTS + CHUNK, set()),
+    "a few chunks of gradients": ({"most": 128}, GRADIENTS + CHUNK * 2, set()),
+    "many chunks of gradients": ({"most": 10}, [], {"index_loss_backward"}),
+    "unknown sizes": ({"dynamic": True}, [], {"index_loss_backward"}),
+}
 
 
 def _kernels(code):
     return [name for name in launches(code) if not name.startswith("triton_")]
 
 
-@pytest.mark.parametrize("lse", [True, False])
-def test_a_loss_of_known_sizes_launches_the_kernels(lse):
-    code = _trained(256, lse=lse)
-    assert _kernels(code)[:4] == LOSS and sorted(_kernels(code)[4:]) == sorted(GRADIENTS + SUMS)
-    assert "torch.ops.mhc_inductor" not in code
-
-
-def test_a_few_chunks_of_the_losses_gradients_are_launched_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(lists_plan, "MOST_QUERIES", 128)
-    code = _trained(256)
-    assert sorted(_kernels(code)) == sorted(LOSS + GRADIENTS + SUMS * 2)
-    assert "torch.ops.mhc_inductor" not in code
-
-
-def test_many_chunks_of_the_losses_gradients_call_the_op(monkeypatch):
-    monkeypatch.setattr(lists_plan, "MOST_QUERIES", 10)
-    code = _trained(256)
-    assert _kernels(code) == LOSS and "torch.ops.mhc_inductor.index_loss_backward.default" in code
-
-
-def test_a_loss_of_unknown_sizes_launches_its_forward():
-    code = _trained(256, dynamic=True)
-    assert _kernels(code) == LOSS and "torch.ops.mhc_inductor.index_loss_backward.default" in code
-    assert "torch.ops.mhc_inductor.index_loss.default" not in code
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_kernels_and_ops_of_a_loss_and_its_gradients(name, monkeypatch):
+    how, gradients, ops = TRAINED[name]
+    monkeypatch.setattr(lists_plan, "MOST_QUERIES", how.get("most", lists_plan.MOST_QUERIES))
+    code = _trained(256, **{k: v for k, v in how.items() if k != "most"})
+    assert _kernels(code)[:4] == LOSS and sorted(_kernels(code)[4:]) == sorted(gradients) and called(code) == ops
 
 
 @pytest.mark.parametrize(("T", "dynamic"), [(256, None), (256, True), (4100, True)])
 def test_the_loss_over_all_keys_launches_the_kernels_up_to_their_limit(T, dynamic):
-    torch._dynamo.reset()
-    with fake_cuda(), FakeTensorMode():
-        shapes = (2, 128, 4, 64), (2, T, 64), (2, 128, 4), (2, 128, 2, 8, 96), (2, 2, T, 96)
-        q, k, w, *attention = (torch.empty(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-        loss = torch.compile(SparseIndexer(8).loss, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")
-        code = generated_code(lambda: loss(q, k, w, None, *attention))[0]
-    code = code[code.index("def call(") :]
+    shapes = (2, 128, 4, 64), (2, T, 64), (2, 128, 4), None, (2, 128, 2, 8, 96), (2, 2, T, 96)
+    code = compiled(SparseIndexer(8).loss, *shapes, dynamic=dynamic)
     assert _kernels(code) == (LOSS if T == 256 else [])
     assert ("torch.ops.mhc_inductor.index_loss.default" in code) == (T > 4096)
 

@@ -8,26 +8,18 @@ import re
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
-from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from mhc_inductor.kernels.selection import lists_plan
+from tests.test_codegen import called_and_logged, compiled
+from tests.tools.fakecuda import without_a_gpu
 from tests.tools.generated import launches, runs
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 
 
 def _compile(fn, S=64, T=128, n=20, h=4, D=32, dynamic=None):
-    torch._dynamo.reset()
-    with fake_cuda(), FakeTensorMode():
-        q = torch.empty(2, S, 1, h, D, device="cuda", dtype=torch.bfloat16)
-        k = torch.empty(2, T, 1, D, device="cuda", dtype=torch.bfloat16)
-        indices = torch.empty(2, S, 1, n, device="cuda", dtype=torch.int64)
-        codes = generated_code(
-            lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")(q, k, indices)
-        )
-    assert len(codes) == 1
-    return codes[0][codes[0].index("def call(") :]
+    return compiled(fn, (2, S, 1, h, D), (2, T, 1, D), ((2, S, 1, n), torch.int64), dynamic=dynamic)
 
 
 def _attend(q, k, indices):
@@ -57,30 +49,24 @@ def test_rows_of_latent_attention_call_the_op_for_its_gluon_kernel():
     assert "torch.ops.mhc_inductor.selection_list_attention.default" in code
 
 
-def _both(q, k, indices):
-    k = k.transpose(1, 2)
-    args = (q, k, None, indices, *[None] * 5)
-    D = q.shape[-1]
-    ops = torch.ops.mhc_inductor
-    o, lse = ops.selection_list_attention(*args, 0.1, D)
-    return ops.selection_list_attention_backward(o, None, *args, o, lse, 0.1, D)
+OPS = torch.ops.mhc_inductor
+
+
+def _both(q, k, indices, up=None):
+    args = (q, k.transpose(1, 2), None, indices, *[None] * 5)
+    o, lse = OPS.selection_list_attention(*args, 0.1, q.shape[-1])
+    return OPS.selection_list_attention_backward(o if up is None else up, None, *args, o, lse, 0.1, q.shape[-1])
 
 
 def _from_a_transpose(q, k, indices):
-    up = torch.sin(q.transpose(1, 3).contiguous()).transpose(1, 3)
-    args = (q, k.transpose(1, 2), None, indices, *[None] * 5)
-    ops, D = torch.ops.mhc_inductor, q.shape[-1]
-    o, lse = ops.selection_list_attention(*args, 0.1, D)
-    return ops.selection_list_attention_backward(up, None, *args, o, lse, 0.1, D)
+    return _both(q, k, indices, torch.sin(q.transpose(1, 3).contiguous()).transpose(1, 3))
 
 
 def _both_biased(q, k, indices):
-    k = k.transpose(1, 2)
     bias = torch.zeros(indices.shape, device=indices.device)
-    args, options = (q, k, None, indices, bias, None), (0.1, q.shape[-1], True)
-    ops = torch.ops.mhc_inductor
-    o, lse = ops.selection_entry_attention(*args, *options)
-    return ops.selection_entry_attention_backward(o, lse, *args, o, lse, *options)
+    args, options = (q, k.transpose(1, 2), None, indices, bias, None), (0.1, q.shape[-1], True)
+    o, lse = OPS.selection_entry_attention(*args, *options)
+    return OPS.selection_entry_attention_backward(o, lse, *args, o, lse, *options)
 
 
 CHUNK = [f"selection_list_{what}" for what in ("dq", "rows", "slots", "invert", "sum")]
@@ -88,8 +74,6 @@ CHUNK = [f"selection_list_{what}" for what in ("dq", "rows", "slots", "invert", 
 
 @pytest.mark.parametrize(("most", "chunks"), [(2048, [300]), (256, [198, 102]), (132, [132, 132, 36])])
 def test_the_backward_is_launched_from_the_code(monkeypatch, most, chunks):
-    from mhc_inductor.kernels.selection import lists_plan
-
     monkeypatch.setattr(lists_plan, "MOST_QUERIES", most)
     code = _compile(_both, 300)
     ours = [n for n in launches(code) if n.startswith("selection_")]
@@ -106,8 +90,6 @@ def test_the_backward_is_launched_from_the_code(monkeypatch, most, chunks):
 
 
 def test_unknown_sizes_many_chunks_and_gluon_kernels_call_the_op_of_the_backward(monkeypatch):
-    from mhc_inductor.kernels.selection import lists_plan
-
     name = "torch.ops.mhc_inductor.selection_list_attention_backward.default"
     code = _compile(_both, dynamic=True)
     assert name in code and "selection_list_forward" in launches(code)
@@ -155,7 +137,4 @@ def test_a_bias_of_unknown_sizes_calls_the_op_of_the_backward():
 
 @pytest.mark.parametrize(("fn", "kind"), [(_attend, "list"), (_both_biased, "entry")])
 def test_above_the_kernels_sizes_the_reference_is_called_and_logged(caplog, fn, kind):
-    with caplog.at_level("WARNING", logger="mhc_inductor"):
-        code = _compile(fn, D=600)
-    assert f"torch.ops.mhc_inductor.selection_{kind}_attention.default" in code
-    assert [r for r in caplog.records if "D = 600 is above 576" in r.getMessage()]
+    called_and_logged(caplog, lambda: _compile(fn, D=600), f"selection_{kind}_attention", "D = 600 is above 576")

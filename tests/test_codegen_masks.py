@@ -7,38 +7,21 @@ import re
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
-from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.test_codegen import called_and_logged, compiled
+from tests.tools.fakecuda import without_a_gpu
 from tests.tools.generated import launches, runs
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 TILES = ["selection_mask_tiles", "selection_mask_lists"]
 FORWARD = [*TILES, "selection_finite", "selection_mask_forward"]
 SHARES = ["selection_mask_shares"]
-BACKWARD = [
-    *TILES,
-    "selection_finite",
-    "selection_mask_dq",
-    *TILES,
-    "selection_dkv_prefix",
-    "selection_mask_dkv",
-    "selection_dkv_fix",
-]
+BACKWARD = [*TILES, *TILES, *(f"selection_{k}" for k in ["finite", "mask_dq", "dkv_prefix", "mask_dkv", "dkv_fix"])]
 
 
 def _compile(fn, S=64, T=128, h=4, D=32, dtype=torch.bool, dynamic=None):
-    torch._dynamo.reset()
-    with fake_cuda(), FakeTensorMode():
-        q = torch.empty(2, S, 1, h, D, device="cuda", dtype=torch.bfloat16)
-        k = torch.empty(2, T, 1, D, device="cuda", dtype=torch.bfloat16)
-        mask = torch.empty(1, 1, S, T, device="cuda", dtype=dtype)
-        codes = generated_code(
-            lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")(q, k, mask)
-        )
-    assert len(codes) == 1
-    return codes[0][codes[0].index("def call(") :]
+    return compiled(fn, (2, S, 1, h, D), (2, T, 1, D), ((1, 1, S, T), dtype), dynamic=dynamic)
 
 
 def _attend(q, k, mask):
@@ -80,7 +63,4 @@ def test_the_backward_is_launched_from_the_code(dtype, shares, dynamic):
 
 
 def test_above_the_kernels_sizes_the_reference_is_called_and_logged(caplog):
-    with caplog.at_level("WARNING", logger="mhc_inductor"):
-        code = _compile(_attend, D=600)
-    assert "torch.ops.mhc_inductor.selection_mask_attention.default" in code
-    assert [r for r in caplog.records if "D = 600 is above 576" in r.getMessage()]
+    called_and_logged(caplog, lambda: _compile(_attend, D=600), "selection_mask_attention", "D = 600 is above 576")

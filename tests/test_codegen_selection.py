@@ -7,11 +7,11 @@ import re
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor  # noqa: F401  (registers the ops)
+from tests.test_codegen import called_and_logged, compiled
 from tests.tools.deterministic import deterministic_algorithms
-from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.tools.fakecuda import without_a_gpu
 from tests.tools.generated import launches, runs
 
 OPS = torch.ops.mhc_inductor
@@ -28,23 +28,20 @@ def _attention(q, k, v, ranges):
     return OPS.selection_attention(q, k, v, ranges, None, None, None, SCALE)
 
 
+def _turned(q, k, v, ranges):
+    return _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges)
+
+
 def _both(q, k, v, ranges):
     """Computes a forward and its gradients in one graph: autograd itself needs a real device."""
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
     o, lse = _attention(q, k, v, ranges)
     return o, OPS.selection_attention_backward(o, lse, q, k, v, ranges, None, None, None, o, lse, SCALE)
 
 
 def _compile(fn, S, S_kv=None, r=4, dynamic=None, D=32):
-    with fake_cuda(), FakeTensorMode():
-        S_kv = S if S_kv is None else S_kv
-        q = torch.empty(2, S, 2, 4, D, device="cuda", dtype=torch.bfloat16)
-        k, v = (torch.empty(2, S_kv, 2, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        ranges = torch.empty(2, S, 2, r, 2, device="cuda", dtype=torch.int32)
-        codes = generated_code(
-            lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")(q, k, v, ranges)
-        )
-    assert len(codes) == 1
-    return codes[0][codes[0].index("def call(") :]
+    keys = (2, S_kv or S, 2, D)
+    return compiled(fn, (2, S, 2, 4, D), keys, keys, ((2, S, 2, r, 2), torch.int32), dynamic=dynamic)
 
 
 def _arguments(code, kernel):
@@ -57,7 +54,7 @@ def _pointwise(code):
 
 
 def test_views_of_keys_are_read_in_place():
-    code = _compile(lambda q, k, v, ranges: _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges), 64)
+    code = _compile(_turned, 64)
     assert sorted(n for n in launches(code) if n.startswith("selection")) == sorted([*LISTS, "selection_forward"])
     assert "torch.ops.mhc_inductor" not in code
     assert not _pointwise(code), "no copy"
@@ -88,7 +85,7 @@ def test_expanded_and_transposed_inputs():
 
 
 def test_forward_and_backward_launch_from_the_generated_code():
-    code = _compile(lambda q, k, v, ranges: _both(q, k.transpose(1, 2), v.transpose(1, 2), ranges), 64)
+    code = _compile(_both, 64)
     launched = launches(code)
     assert launched.count("selection_forward") == launched.count("selection_dq") == launched.count("selection_dkv") == 1
     assert "torch.ops.mhc_inductor" not in code
@@ -96,7 +93,7 @@ def test_forward_and_backward_launch_from_the_generated_code():
 
 @pytest.mark.parametrize(("S", "r"), [(1, 4), (64, 100)])
 def test_decoding_and_single_tokens_take_the_gather_path(S, r):
-    code = _compile(lambda q, k, v, ranges: _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges), S, 640, r=r)
+    code = _compile(_turned, S, 640, r=r)
     launched = launches(code)
     assert "selection_gather" in launched and "selection_forward" not in launched
     assert "torch.ops.mhc_inductor" not in code
@@ -104,21 +101,17 @@ def test_decoding_and_single_tokens_take_the_gather_path(S, r):
 
 def test_the_compiled_code_follows_deterministic_algorithms():
     """With them, few queries take the kernels whose bits no batch changes."""
-
-    def fn(q, k, v, ranges):
-        return _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges)
-
     few = {"selection_gather", "selection_combine"}
-    plain = launches(_compile(fn, 1, 640))
+    plain = launches(_compile(_turned, 1, 640))
     with deterministic_algorithms():
-        launched = launches(_compile(fn, 1, 640))
+        launched = launches(_compile(_turned, 1, 640))
     assert few <= set(plain)
     assert "selection_forward" in launched and not few & set(launched)
-    assert launches(_compile(fn, 1, 640)) == plain
+    assert launches(_compile(_turned, 1, 640)) == plain
 
 
 def test_dynamic_sizes_stay_symbolic():
-    code = _compile(lambda *args: _both(*args[:1], *(t.transpose(1, 2) for t in args[1:3]), args[3]), 64, dynamic=True)
+    code = _compile(_both, 64, dynamic=True)
     launched = launches(code)
     assert launched.count("selection_forward") == launched.count("selection_dkv") == 1
     for kernel in (*LISTS, "selection_forward", "selection_dq", "selection_dkv"):
@@ -143,7 +136,4 @@ def test_segments_run_on_the_kernels(S, dynamic):
 
 
 def test_above_576_the_reference_is_called_and_logged_once(caplog):
-    with caplog.at_level("WARNING", logger="mhc_inductor"):
-        code = _compile(lambda q, k, v, ranges: _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges), 64, D=584)
-    assert "torch.ops.mhc_inductor.selection_attention.default" in code
-    assert [r for r in caplog.records if "D = 584 is above 576" in r.getMessage()]
+    called_and_logged(caplog, lambda: _compile(_turned, 64, D=584), "selection_attention", "D = 584 is above 576")
