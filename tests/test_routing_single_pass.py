@@ -106,70 +106,44 @@ def inputs() -> list[Tensor]:
     return [x, torch.randn(T, D, generator=g), torch.rand(T, N, generator=g), torch.rand(T, N, N, generator=g)]
 
 
-def test_coefficients_after_the_sublayer_are_computed_earlier():
-    p = parameters()
-
-    def fn(x, f, w, r):
-        x = mhc_post(x, f, w, r, transpose_res=False)
-        f = torch.tanh(mhc_collapse(x, w))
-        h_pre, h_post, h_res = mhc_coefficients(x, *p, sinkhorn_iters=2)
-        return mhc_post(x, f, h_post, h_res, transpose_res=False), h_pre
-
-    check(fn, inputs(), single_pass=1, post=1)
+def _twice(x, w, p):
+    f = torch.tanh(mhc_collapse(x, w))
+    h_pre, h_post, h_res = mhc_coefficients(x, *p, sinkhorn_iters=2)
+    return mhc_post(x, f, h_post, h_res, transpose_res=False), h_pre
 
 
-def test_weights_of_the_same_streams_are_not_fused():
-    p = parameters()
-
-    def fn(x, f, w, r):
-        x = mhc_post(x, f, w, r, transpose_res=False)
-        h_pre, h_post, _ = mhc_coefficients(x, *p)
-        return mhc_collapse(x, h_pre), h_post
-
-    check(fn, inputs(), post=1, coefficients=1, collapse=1)
+def _reads_the_collapse(x, w, p):
+    h_in = mhc_collapse(x, w)
+    return h_in, *mhc_coefficients(x, p[0], p[1] * h_in.mean(), p[2])
 
 
-def test_weights_that_depend_on_the_streams_are_not_fused():
-    p = parameters()
-
-    def fn(x, f, w, r):
-        x = mhc_post(x, f, w, r, transpose_res=False)
-        return mhc_collapse(x, x.mean(-1)), *mhc_coefficients(x, *p)
-
-    check(fn, inputs(), post=1, coefficients=1, collapse=1)
-
-
-def test_coefficients_that_read_the_collapse_are_not_fused():
-    phi, alpha, bias = parameters()
-
-    def fn(x, f, w, r):
-        x = mhc_post(x, f, w, r, transpose_res=False)
-        h_in = mhc_collapse(x, w)
-        return h_in, *mhc_coefficients(x, phi, alpha * h_in.mean(), bias)
-
-    check(fn, inputs(), post=1, coefficients=1, collapse=1)
-
-
-def test_a_second_collapse_reads_the_streams():
-    p = parameters()
-
-    def fn(x, f, w, r):
-        x = mhc_post(x, f, w, r, transpose_res=False)
-        return mhc_collapse(x, w), mhc_collapse(x, w * 2), x, *mhc_coefficients(x, *p)
-
-    check(fn, inputs(), single_pass=1, collapse=1)
+APART = {"post": 1, "coefficients": 1, "collapse": 1}
+AFTER_A_POST = {
+    "coefficients after the sublayer are computed earlier": (_twice, {"single_pass": 1, "post": 1}),
+    "weights of the same streams": (
+        lambda x, w, p: (mhc_collapse(x, (made := mhc_coefficients(x, *p))[0]), made[1]),
+        APART,
+    ),
+    "weights that depend on the streams": (
+        lambda x, w, p: (mhc_collapse(x, x.mean(-1)), *mhc_coefficients(x, *p)),
+        APART,
+    ),
+    "coefficients that read the collapse": (_reads_the_collapse, APART),
+    "a second collapse reads the streams": (
+        lambda x, w, p: (mhc_collapse(x, w), mhc_collapse(x, w * 2), x, *mhc_coefficients(x, *p)),
+        {"single_pass": 1, "collapse": 1},
+    ),
+    "parts in two grad modes": (
+        lambda x, w, p: (*torch.no_grad()(mhc_coefficients)(x, *p), mhc_collapse(x, w)),
+        APART,
+    ),
+}
 
 
-def test_parts_in_two_grad_modes_stay_apart():
-    p = parameters()
-
-    def fn(x, f, w, r):
-        x = mhc_post(x, f, w, r, transpose_res=False)
-        with torch.no_grad():
-            coefficients = mhc_coefficients(x, *p)
-        return mhc_collapse(x, w), *coefficients
-
-    check(fn, inputs(), post=1, coefficients=1, collapse=1)
+@pytest.mark.parametrize("name", AFTER_A_POST)
+def test_what_is_fused_after_a_post(name):
+    (rest, counts), p = AFTER_A_POST[name], parameters()
+    check(lambda x, f, w, r: rest(mhc_post(x, f, w, r, transpose_res=False), w, p), inputs(), **counts)
 
 
 def test_a_write_to_the_streams_between_the_parts():

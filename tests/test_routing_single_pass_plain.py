@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.formulas.laws import hooked
 from tests.tools.capture import Captured, difference, eager, reasons, run
 
 D, N, T = 16, 4, 6
@@ -67,19 +69,32 @@ class Site(nn.Module):
 
 
 class Model(nn.Module):
+    around: Fn = staticmethod(lambda k: contextlib.nullcontext())
+    seen: Fn = staticmethod(lambda pre: pre)
+    call: Fn = staticmethod(lambda step, *given: step(*given))
+
     def __init__(self, depth: int = 3, collapse: str = "sum", mix: str = "matmul", between: Fn | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.sites = nn.ModuleList(Site() for _ in range(depth))
         self.collapse, self.mix, self.between = COLLAPSES[collapse], MIXES[mix], between
 
-    def forward(self, x: Tensor) -> Tensor:
+    def first(self, x: Tensor) -> Tensor:
         pre = torch.zeros(x.shape[:-1], dtype=torch.float32)
         pre[..., 0] = 1
-        for site in self.sites:
-            h_in = self.collapse(pre, x)
+        return pre
+
+    def step(self, pre: Tensor, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        site = self.sites[k]
+        h_in = self.collapse(pre, x)
+        with self.around(k):
             pre, post, comb = site.coefficients(x)
-            x = self.mix(post, site.sublayer(h_in), comb, x)
+        return self.seen(pre), self.mix(post, site.sublayer(h_in), comb, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pre = self.first(x)
+        for k in range(len(self.sites)):
+            pre, x = self.call(self.step, pre, x, k)
             x = x if self.between is None else self.between(x)
         return self.collapse(pre, x)
 
@@ -123,12 +138,8 @@ def test_leading_dimensions(lead: tuple[int, ...]) -> None:
     assert {k: got.ops[k] for k in WHOLE} == WHOLE, reasons(got)
 
 
-def test_bf16_streams() -> None:
-    model = Model()
-    for site in model.sites:
-        site.sublayer.bfloat16()
-    got = check(model, streams(dtype=torch.bfloat16), bar=2e-2)
-    assert {k: got.ops[k] for k in WHOLE} == WHOLE, reasons(got)
+def by_sum(p: Tensor, f: Tensor, c: Tensor, x: Tensor) -> Tensor:
+    return (p[..., None] * f[..., None, :] + (c[..., None] * x[..., None, :]).sum(-3)).type_as(f)
 
 
 @pytest.mark.parametrize("cast", ["to", "type_as"])
@@ -138,9 +149,7 @@ def test_bf16_streams_are_fused(cast: str) -> None:
     for site in model.sites:
         site.sublayer.bfloat16()
     if cast == "type_as":
-        model.mix = lambda p, f, c, x: (
-            p[..., None] * f[..., None, :] + (c[..., None] * x[..., None, :]).sum(-3)
-        ).type_as(f)
+        model.mix = by_sum
     got = check(model, streams(dtype=torch.bfloat16), bar=2e-2)
     assert {k: got.ops[k] for k in WHOLE} == WHOLE and fused(got) == {"mhc_single_pass": 2}, reasons(got)
 
@@ -163,20 +172,9 @@ FIRST: dict[str, Fn] = {
 def test_first_weights(first: str) -> None:
     """A write to the first weights keeps nothing else from being routed: ``type_as`` reads no element of f_out."""
     model = Model()
-
-    def forward(x: Tensor) -> Tensor:
-        pre = FIRST[first](x)
-        for site in model.sites:
-            h_in = model.collapse(pre, x)
-            pre, post, comb = site.coefficients(x)
-            f = site.sublayer(h_in)
-            x = (post[..., None] * f[..., None, :] + (comb[..., None] * x[..., None, :]).sum(-3)).type_as(f)
-        return model.collapse(pre, x)
-
-    named = [*model.named_parameters()]
-    got, plain = run(forward, [streams()], named), eager(forward, [streams()], named)
-    assert difference(got, plain) < 1e-6 and fused(got) == {"mhc_single_pass": 2}, reasons(got)
-    assert {k: got.ops[k] for k in WHOLE} == WHOLE, reasons(got)
+    model.first, model.mix = FIRST[first], by_sum
+    got = check(model, streams())
+    assert {k: got.ops[k] for k in WHOLE} == WHOLE and fused(got) == {"mhc_single_pass": 2}, reasons(got)
 
 
 def test_another_write_to_the_streams_ends_the_fusion() -> None:
@@ -184,24 +182,23 @@ def test_another_write_to_the_streams_ends_the_fusion() -> None:
     assert {k: got.ops[k] for k in WHOLE} == WHOLE and not fused(got), reasons(got)
 
 
-def test_checkpointed_sites() -> None:
+def eye(x: Tensor) -> Tensor:
+    return torch.eye(N)[0].expand(x.shape[:-1])
+
+
+OTHERS: dict[str, dict[str, Fn]] = {
+    "checkpointed sites": {"call": functools.partial(checkpoint, use_reentrant=False)},
+    "a hook on the weights": {"seen": hooked(lambda g: g * 3)},
+    "weights under no_grad": {"around": lambda k: torch.no_grad() if k == 1 else contextlib.nullcontext()},
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_gradients_are_those_of_eager(how: str) -> None:
     model = Model()
-
-    def forward(x: Tensor) -> Tensor:
-        pre = torch.eye(N)[0].expand(x.shape[:-1])
-        for site in model.sites:
-
-            def step(pre: Tensor, x: Tensor, site: Any = site) -> tuple[Tensor, Tensor]:
-                h_in = model.collapse(pre, x)
-                pre, post, comb = site.coefficients(x)
-                return pre, model.mix(post, site.sublayer(h_in), comb, x)
-
-            pre, x = checkpoint(step, pre, x, use_reentrant=False)
-        return model.collapse(pre, x)
-
-    named = [*model.named_parameters()]
-    got = run(forward, [streams()], named)
-    assert difference(got, eager(forward, [streams()], named)) < 1e-6
+    for name, fn in {"first": eye, **OTHERS[how]}.items():
+        setattr(model, name, fn)
+    check(model, streams())
 
 
 CHANGES: dict[str, Fn] = {
@@ -224,47 +221,12 @@ def test_a_collapse_that_differs_stays(change: str) -> None:
     assert got.ops["mhc_collapse"] <= 1 and got.ops["mhc_pre"] == 0
 
 
-def test_a_hook_on_the_weights_sees_their_gradient() -> None:
-    model = Model()
-
-    def forward(x: Tensor) -> Tensor:
-        pre = torch.eye(N)[0].expand(x.shape[:-1])
-        for site in model.sites:
-            h_in = model.collapse(pre, x)
-            pre, post, comb = site.coefficients(x)
-            if pre.requires_grad:
-                pre.register_hook(lambda g: g * 3)
-            x = model.mix(post, site.sublayer(h_in), comb, x)
-        return model.collapse(pre, x)
-
-    named = [*model.named_parameters()]
-    got = run(forward, [streams()], named)
-    assert difference(got, eager(forward, [streams()], named)) < 1e-6
-
-
 @pytest.mark.parametrize("frozen", ["fn", "base", "scale", "all"])
 def test_frozen_parameters_have_no_gradient(frozen: str) -> None:
     model = Model()
     for name, p in model.sites[1].named_parameters():
         p.requires_grad_(not (frozen == "all" or name == frozen))
     check(model, streams())
-
-
-def test_weights_under_no_grad_stay_without_gradient() -> None:
-    model = Model()
-
-    def forward(x: Tensor) -> Tensor:
-        pre = torch.eye(N)[0].expand(x.shape[:-1])
-        for k, site in enumerate(model.sites):
-            h_in = model.collapse(pre, x)
-            with torch.no_grad() if k == 1 else contextlib.nullcontext():
-                pre, post, comb = site.coefficients(x)
-            x = model.mix(post, site.sublayer(h_in), comb, x)
-        return model.collapse(pre, x)
-
-    named = [*model.named_parameters()]
-    got = run(forward, [streams()], named)
-    assert difference(got, eager(forward, [streams()], named)) < 1e-6
 
 
 def test_weights_that_the_model_returns() -> None:
