@@ -8,6 +8,7 @@ becoming 3, alpha negated, z scaled by a number), since routing those can be cor
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -225,7 +226,7 @@ mutate(
     rolled=lambda f, t: torch.sigmoid(t).roll(1, -1) + f.hc_eps,
     rounded=lambda f, t: torch.sigmoid(t).round() + f.hc_eps,
 )
-mutate("pre_act", "mhc_pre", QUIET, in_place=lambda f, t: _in_place(torch.sigmoid(t) + f.hc_eps))
+mutate("pre_act", "mhc_pre", QUIET, in_place=lambda f, t: (h := torch.sigmoid(t) + f.hc_eps).mul_(_scales(h)))
 mutate(
     "post_act",
     "mhc_post",
@@ -241,10 +242,6 @@ mutate(
     power=lambda f, t: 2 ** torch.sigmoid(t),
     half_detached=lambda f, t: torch.sigmoid(t) + torch.sigmoid(t).detach(),
 )
-
-
-def _in_place(t: Tensor) -> Tensor:
-    return t.mul_(_scales(t))
 
 
 # --- sinkhorn -----------------------------------------------------------------------------------------------
@@ -354,27 +351,25 @@ mutate(
 )
 
 
-def _unguarded(f: Formula, t: Tensor) -> Tensor:
-    """Iterates without eps after the softmax."""
-    c = torch.softmax(t, -1)
-    for i in range(2 * f.iters - 1):
-        c = f.do("normalise", c, -2 + i % 2, i)
-    return c
+def _again(first: bool, after: bool) -> Step:
+    """Iterates with eps added to the softmax, and after each step."""
 
+    def fn(f: Formula, t: Tensor) -> Tensor:
+        c = torch.softmax(t, -1) + f.sinkhorn_eps if first else torch.softmax(t, -1)
+        for i in range(2 * f.iters - 1):
+            c = f.do("normalise", c, -2 + i % 2, i)
+            c = c + f.sinkhorn_eps if after else c
+        return c
 
-def _eps_every_time(f: Formula, t: Tensor) -> Tensor:
-    c = torch.softmax(t, -1) + f.sinkhorn_eps
-    for i in range(2 * f.iters - 1):
-        c = f.do("normalise", c, -2 + i % 2, i) + f.sinkhorn_eps
-    return c
+    return fn
 
 
 mutate(
     "sinkhorn",
     "sinkhorn",
     SINKHORN,
-    no_eps_after_softmax=_unguarded,
-    eps_every_time=_eps_every_time,
+    no_eps_after_softmax=_again(False, False),
+    eps_every_time=_again(True, True),
     rows_for_columns=lambda f, t: f.do("normalise", f.do("softmax", t) + f.sinkhorn_eps, -1, 0),
 )
 mutate(
@@ -428,21 +423,6 @@ mutate(
 )
 
 
-def _row_zeroed(x: Tensor) -> Tensor:
-    x[..., 0, :] = 0
-    return x
-
-
-def _view_scaled(x: Tensor) -> Tensor:
-    x.flatten(-2)[..., ::2].mul_(3)
-    return x
-
-
-def _detached_scaled(x: Tensor) -> Tensor:
-    x.detach().mul_(2)
-    return x
-
-
 mutate(
     "disturb",
     "mhc_pre",
@@ -452,18 +432,12 @@ mutate(
     add=lambda f, x: x.add_(f.other),
     copy=lambda f, x: x.copy_(f.other),
     relu=lambda f, x: F.relu(x, inplace=True),
-    item=lambda f, x: _row_zeroed(x),
-    view=lambda f, x: _view_scaled(x),
-    detach=lambda f, x: _detached_scaled(x),
+    item=lambda f, x: (operator.setitem(x, (..., 0, slice(None)), 0), x)[1],
+    view=lambda f, x: (x.flatten(-2)[..., ::2].mul_(3), x)[1],
+    detach=lambda f, x: (x.detach().mul_(2), x)[1],
     out=lambda f, x: torch.mul(x, 2, out=x),
-    augmented=lambda f, x: _augmented(x),
+    augmented=lambda f, x: operator.imul(x, 0.5),
 )
-
-
-def _augmented(x: Tensor) -> Tensor:
-    x *= 0.5
-    return x
-
 
 # --- post ---------------------------------------------------------------------------------------------------
 

@@ -269,33 +269,17 @@ def streams_first(x: Tensor, p: P) -> Tensor:
 
 def _exp_and_eps(matrix: Tensor) -> Tensor:
     matrix = matrix.exp()
-    for _ in range(ITERS):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + 1e-2)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + 1e-2)
+    for step in range(2 * ITERS):
+        matrix = matrix / (matrix.sum(-1 - step % 2, keepdim=True) + 1e-2)
     return matrix
 
 
-def exp_and_eps(x: Tensor, p: P) -> Tensor:
-    """Most ports of the paper: exp without a maximum, eps added to the sums. The op has no such form."""
-    return around(x, p, _exp_and_eps)
-
-
-def whole_maximum(x: Tensor, p: P) -> Tensor:
+def whole_maximum(m: Tensor) -> Tensor:
     """MiniMind: the maximum of the whole matrix is subtracted before exp, and no eps is added."""
-
-    def matrix(m: Tensor) -> Tensor:
-        m = torch.exp(m - m.amax((-2, -1), keepdim=True))
-        for _ in range(ITERS):
-            m = m / m.sum(-1, keepdim=True)
-            m = m / m.sum(-2, keepdim=True)
-        return m
-
-    return around(x, p, matrix)
-
-
-def temperature(x: Tensor, p: P) -> Tensor:
-    """Iterates on logits divided by tau, as nanochat and tokenbender do."""
-    return around(x, p, lambda m: potentials(m / 0.5))
+    m = torch.exp(m - m.amax((-2, -1), keepdim=True))
+    for step in range(2 * ITERS):
+        m = m / m.sum(-1 - step % 2, keepdim=True)
+    return m
 
 
 class Balance(torch.autograd.Function):
@@ -311,11 +295,6 @@ class Balance(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         (matrix,) = ctx.saved_tensors
         return grad * matrix
-
-
-def own_backward(x: Tensor, p: P) -> Tensor:
-    """Runs the iterations in an autograd.Function."""
-    return around(x, p, Balance.apply)
 
 
 def lite(x: Tensor, p: P) -> Tensor:
@@ -385,26 +364,6 @@ def gates_written_out(x: Tensor, p: P, gate: Callable[[Tensor], Tensor], inside:
     f_out = sublayer(((gate(pre) + EPS).unsqueeze(-2) @ x.float()).squeeze(-2).to(x.dtype), p)
     mixed = _balanced(logits.unflatten(-1, (n, n))) @ x.float()
     return (mixed + 2 * gate(post).unsqueeze(-1) * f_out.unsqueeze(-2).float()).to(x.dtype)
-
-
-def half_tanh(x: Tensor, p: P) -> Tensor:
-    """Writes sigmoid(z) as (1 + tanh(z / 2)) / 2."""
-    return gates_written_out(x, p, lambda z: (1 + torch.tanh(z / 2)) / 2)
-
-
-def log_sigmoid(x: Tensor, p: P) -> Tensor:
-    """Writes sigmoid(z) as exp(logsigmoid(z))."""
-    return gates_written_out(x, p, lambda z: F.logsigmoid(z).exp())
-
-
-def alpha_of_the_sum(x: Tensor, p: P) -> Tensor:
-    """Multiplies the sum of z and bias by alpha."""
-    return gates_written_out(x, p, torch.sigmoid, inside=True)
-
-
-def eps_after_maximum(x: Tensor, p: P) -> Tensor:
-    """Several ports: exp of the logits minus their row maximum, eps added to the sums."""
-    return around(x, p, lambda m: _exp_and_eps(m - m.amax(-1, keepdim=True)))
 
 
 def inline_marginals_sinkhorn(logits: Tensor, p: P) -> Tensor:
@@ -525,20 +484,26 @@ REFERENCE_MODELS: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
     "aiter_triton": (aiter_triton, {**BOTH, "mhc_sinkhorn": 1}),
     "megatron_packed": (megatron_packed, BOTH),
     "streams_first": (streams_first, BOTH),
-    "exp_and_eps": (exp_and_eps, BOTH),
-    "whole_maximum": (whole_maximum, BOTH),
-    "temperature": (temperature, {**BOTH, "mhc_sinkhorn": 1}),
-    "own_backward": (own_backward, BOTH),
+    # Most ports of the paper: exp without a maximum, eps added to the sums. The op has no such form.
+    "exp_and_eps": (lambda x, p: around(x, p, _exp_and_eps), BOTH),
+    "whole_maximum": (lambda x, p: around(x, p, whole_maximum), BOTH),
+    # Logits divided by tau, as in nanochat and tokenbender.
+    "temperature": (lambda x, p: around(x, p, lambda m: potentials(m / 0.5)), {**BOTH, "mhc_sinkhorn": 1}),
+    "own_backward": (lambda x, p: around(x, p, Balance.apply), BOTH),
     "lite": (lite, BOTH),
     "single_pass": (single_pass, {"mhc_coefficients": 1, "mhc_collapse": 1, "mhc_post": 2, "mhc_sinkhorn": 1}),
     "motif": (motif, {}),
     "marginals_sinkhorn": (marginals_sinkhorn, {"mhc_sinkhorn": 1}),
     "logsumexp_sinkhorn": (logsumexp_sinkhorn, {"mhc_sinkhorn": 1}),
     "n_marginals_sinkhorn": (n_marginals_sinkhorn, {"mhc_sinkhorn": 1}),
-    "half_tanh": (half_tanh, BOTH),
-    "log_sigmoid": (log_sigmoid, BOTH),
-    "alpha_of_the_sum": (alpha_of_the_sum, BOTH),
-    "eps_after_maximum": (eps_after_maximum, {**BOTH, "mhc_sinkhorn": 1}),
+    "half_tanh": (lambda x, p: gates_written_out(x, p, lambda z: (1 + torch.tanh(z / 2)) / 2), BOTH),
+    "log_sigmoid": (lambda x, p: gates_written_out(x, p, lambda z: F.logsigmoid(z).exp()), BOTH),
+    "alpha_of_the_sum": (lambda x, p: gates_written_out(x, p, torch.sigmoid, inside=True), BOTH),
+    # Several ports: exp of the logits minus their row maximum, eps added to the sums.
+    "eps_after_maximum": (
+        lambda x, p: around(x, p, lambda m: _exp_and_eps(m - m.amax(-1, keepdim=True))),
+        {**BOTH, "mhc_sinkhorn": 1},
+    ),
     "inline_marginals_sinkhorn": (inline_marginals_sinkhorn, {"mhc_sinkhorn": 1}),
     "loops": (loops, BOTH),
     "automodel": (automodel, {"mhc_coefficients": 4, "mhc_collapse": 5, "mhc_post": 4}),

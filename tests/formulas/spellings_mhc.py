@@ -167,8 +167,7 @@ def _after(f: Formula, v: Tensor, x: Tensor) -> Any:
 
 @pick("norm", "after_left")
 def _after_left(f: Formula, v: Tensor, x: Tensor) -> Any:
-    z = f.do("project", _weigh(f, v))
-    inv = _inv(f, v, x)
+    z, inv = f.do("project", _weigh(f, v)), _inv(f, v, x)
     return _each(lambda t: torch.mul(inv, t), z)
 
 
@@ -220,18 +219,13 @@ def weight(f: Formula) -> Tensor:
     return phi * f.gamma.reshape(-1) if f.picked["gamma"] == "folded" else phi
 
 
-def _project3(f: Formula, v: Tensor) -> list[Tensor]:
-    if f.store == "three_linear":
-        return [layer(v) for layer in f.phis]
-    if f.store == "three_columns":
-        return [v @ phi for phi in f.phis]
-    return [f.do("product", v, phi) for phi in f.phis]
-
-
 def _project(f: Formula, v: Tensor) -> Any:
     if f.store == "linear":
         return f.phi_linear(v)
-    return _project3(f, v) if f.store.startswith("three") else f.do("product", v, weight(f))
+    if not f.store.startswith("three"):
+        return f.do("product", v, weight(f))
+    how = {"three_linear": lambda phi: phi(v), "three_columns": lambda phi: v @ phi}
+    return [how[f.store](phi) if f.store in how else f.do("product", v, phi) for phi in f.phis]
 
 
 picks("project", stored=_project)
