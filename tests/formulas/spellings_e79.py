@@ -33,16 +33,6 @@ def pick(axis: str) -> Callable[[Part], Part]:
     return register
 
 
-def mutation(axis: str) -> Callable[[Part], Part]:
-    """Registers a function as a mutation of ``axis``."""
-
-    def register(fn: Part) -> Part:
-        MUTATIONS[fn.__name__.removeprefix("_")] = (axis, fn)
-        return fn
-
-    return register
-
-
 # --- a matrix times a vector, and its transpose -------------------------------------------------------------
 
 
@@ -155,78 +145,53 @@ _picks(
 # --- where the vectors of a step come from ------------------------------------------------------------------
 
 
-@pick("slices")
-def _slices_chunk(a: Tensor) -> list[tuple[Tensor, ...]]:
-    k, v, q, m = a.chunk(4, dim=-1)
-    return [(k[t], v[t], q[t], m[t]) for t in range(a.shape[0])]
+def _steps(vectors: Any, steps: int) -> list[tuple[Tensor, ...]]:
+    k, v, q, m = vectors
+    return [(k[t], v[t], q[t], m[t]) for t in range(steps)]
 
 
-@pick("slices")
-def _slices_split(a: Tensor) -> list[tuple[Tensor, ...]]:
-    k, v, q, m = torch.split(a, a.shape[-1] // 4, dim=-1)
-    return list(zip(k.unbind(0), v.unbind(0), q.unbind(0), m.unbind(0), strict=True))
-
-
-@pick("slices")
-def _slices_step_first(a: Tensor) -> list[tuple[Tensor, ...]]:
-    return [a[t].chunk(4, -1) for t in range(a.shape[0])]
-
-
-@pick("slices")
-def _slices_ranges(a: Tensor) -> list[tuple[Tensor, ...]]:
+def _ranges(a: Tensor) -> list[tuple[Tensor, ...]]:
     n = a.shape[-1] // 4
     return [(u[:, :n], u[..., n : 2 * n], a[t, :, 2 * n : 3 * n], a[t][:, 3 * n :]) for t, u in enumerate(a)]
 
 
-@pick("slices")
-def _slices_apart(a: Tensor) -> list[tuple[Tensor, ...]]:
+def _apart(a: Tensor) -> list[tuple[Tensor, ...]]:
     parts = a.reshape(a.shape[0], a.shape[1], 4, -1)
     return [tuple([parts[t, :, i] for i in range(4)]) for t in range(a.shape[0])]
 
 
-@pick("slices")
-def _slices_unbound(a: Tensor) -> list[tuple[Tensor, ...]]:
+def _unbound(a: Tensor) -> list[tuple[Tensor, ...]]:
     k, v, q, m = a.unflatten(-1, (4, -1)).unbind(2)
     return [(k.select(0, t), v.select(0, t), q.select(0, t), m.select(0, t)) for t in range(a.shape[0])]
 
 
-@pick("slices")
-def _slices_iterated(a: Tensor) -> list[tuple[Tensor, ...]]:
-    return [row.split(row.shape[-1] // 4, dim=-1) for row in a]
-
-
-@pick("slices")
-def _slices_batch_first(a: Tensor) -> list[tuple[Tensor, ...]]:
-    b = a.transpose(0, 1)
-    k, v, q, m = b.chunk(4, dim=-1)
+def _batch_first(a: Tensor) -> list[tuple[Tensor, ...]]:
+    k, v, q, m = a.transpose(0, 1).chunk(4, dim=-1)
     return [(k[:, t], v[:, t], q[:, t], m[:, t]) for t in range(a.shape[0])]
 
 
-@pick("slices")
-def _slices_narrow(a: Tensor) -> list[tuple[Tensor, ...]]:
-    return [a.narrow(0, t, 1).squeeze(0).chunk(4, -1) for t in range(a.shape[0])]
-
-
-@pick("slices")
-def _slices_flat_rows(a: Tensor) -> list[tuple[Tensor, ...]]:
+def _flat_rows(a: Tensor) -> list[tuple[Tensor, ...]]:
     steps, batch, width = a.shape
-    k, v, q, m = a.reshape(steps * batch, width).split(width // 4, -1)
-    k, v, q, m = [u.reshape(steps, batch, width // 4) for u in (k, v, q, m)]
-    return [(k[t], v[t], q[t], m[t]) for t in range(steps)]
+    parts = a.reshape(steps * batch, width).split(width // 4, -1)
+    return _steps([u.reshape(steps, batch, width // 4) for u in parts], steps)
 
 
-@pick("slices")
-def _slices_copied(a: Tensor) -> list[tuple[Tensor, ...]]:
-    k, v, q, m = [u.contiguous() for u in a.chunk(4, dim=-1)]
-    return [(k[t], v[t], q[t], m[t]) for t in range(a.shape[0])]
-
-
-@pick("slices")
-def _slices_computed(a: Tensor) -> list[tuple[Tensor, ...]]:
+_picks(
+    "slices",
+    chunk=lambda a: _steps(a.chunk(4, dim=-1), a.shape[0]),
+    split=lambda a: list(zip(*[u.unbind(0) for u in torch.split(a, a.shape[-1] // 4, dim=-1)], strict=True)),
+    step_first=lambda a: [a[t].chunk(4, -1) for t in range(a.shape[0])],
+    ranges=_ranges,
+    apart=_apart,
+    unbound=_unbound,
+    iterated=lambda a: [row.split(row.shape[-1] // 4, dim=-1) for row in a],
+    batch_first=_batch_first,
+    narrow=lambda a: [a.narrow(0, t, 1).squeeze(0).chunk(4, -1) for t in range(a.shape[0])],
+    flat_rows=_flat_rows,
+    copied=lambda a: _steps([u.contiguous() for u in a.chunk(4, dim=-1)], a.shape[0]),
     # Each step's vectors are tensors computed on their own, not slices of one tensor.
-    return [tuple([u.tanh() for u in a[t].chunk(4, -1)]) for t in range(a.shape[0])]
-
-
+    computed=lambda a: [tuple([u.tanh() for u in a[t].chunk(4, -1)]) for t in range(a.shape[0])],
+)
 _picks("normed", inside=lambda: False, before=lambda: True)
 
 _picks(
@@ -511,54 +476,21 @@ _wrong("output is scaled", out=lambda e: 2 * e["y"] * F.silu(e["y"]))
 _wrong("output gated by q", out=lambda e: e["y"] * F.silu(e["q"]))
 
 
-@mutation("norm")
-def _k_normalised_by_F_normalize(k: Tensor) -> Tensor:
-    return F.normalize(k, dim=-1, eps=1e-6)
-
-
-@mutation("norm")
-def _k_with_another_eps(k: Tensor) -> Tensor:
-    return k / (k.norm(dim=-1, keepdim=True) + 1e-5)
-
-
-@mutation("norm")
-def _k_with_eps_under_the_root(k: Tensor) -> Tensor:
-    return k * torch.rsqrt((k * k).sum(-1, keepdim=True) + 1e-6)
-
-
-@mutation("norm")
-def _k_with_eps_in_the_sum(k: Tensor) -> Tensor:
-    return k / ((k * k).sum(-1, keepdim=True) + 1e-12).sqrt()
-
-
-@mutation("norm")
-def _k_with_the_mean_square(k: Tensor) -> Tensor:
-    return k / ((k * k).mean(-1, keepdim=True).sqrt() + 1e-6)
-
-
-@mutation("norm")
-def _k_with_the_1_norm(k: Tensor) -> Tensor:
-    return k / (k.norm(p=1, dim=-1, keepdim=True) + 1e-6)
-
-
-@mutation("norm")
-def _k_not_normalised(k: Tensor) -> Tensor:
-    return k
-
-
-@mutation("norm")
-def _k_with_the_norm_of_the_batch(k: Tensor) -> Tensor:
-    return k / (k.norm() + 1e-6)
-
-
-@mutation("norm_m")
-def _m_not_normalised(m: Tensor, p: Loop) -> Tensor:
-    return m
-
-
-@mutation("norm_m")
-def _m_without_eps(m: Tensor, p: Loop) -> Tensor:
-    return m / m.norm(dim=-1, keepdim=True)
+MUTATIONS |= {
+    f"k_{name}": ("norm", part)
+    for name, part in {
+        "normalised_by_F_normalize": lambda k: F.normalize(k, dim=-1, eps=1e-6),
+        "with_another_eps": lambda k: k / (k.norm(dim=-1, keepdim=True) + 1e-5),
+        "with_eps_under_the_root": lambda k: k * torch.rsqrt((k * k).sum(-1, keepdim=True) + 1e-6),
+        "with_eps_in_the_sum": lambda k: k / ((k * k).sum(-1, keepdim=True) + 1e-12).sqrt(),
+        "with_the_mean_square": lambda k: k / ((k * k).mean(-1, keepdim=True).sqrt() + 1e-6),
+        "with_the_1_norm": lambda k: k / (k.norm(p=1, dim=-1, keepdim=True) + 1e-6),
+        "not_normalised": lambda k: k,
+        "with_the_norm_of_the_batch": lambda k: k / (k.norm() + 1e-6),
+    }.items()
+}
+MUTATIONS["m_not_normalised"] = ("norm_m", lambda m, p: m)
+MUTATIONS["m_without_eps"] = ("norm_m", lambda m, p: m / m.norm(dim=-1, keepdim=True))
 
 
 # --- which spellings ----------------------------------------------------------------------------------------
