@@ -70,23 +70,25 @@ def by_backward(form: str, logits: Tensor, grad: Tensor) -> Tensor:
     return again.grad
 
 
-def function(backward: Callable[[str, Tensor, Tensor], Tensor], form: str, wide: bool = False) -> Fn:
+def own(forward: Fn, backward: Fn) -> Fn:
+    """Returns the ``apply`` of a Function; its backward gets what the forward got, and the gradients."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Tensor) -> Any:
+            ctx.save_for_backward(*given)
+            return forward(*given)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return backward(*ctx.saved_tensors, *grads)
+
+    return Own.apply
+
+
+def function(backward: Fn, form: str) -> Fn:
     """Returns the ``apply`` of a Function of the iterations with this backward."""
-
-    class Balanced(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: Tensor) -> Tensor:
-            ctx.save_for_backward(logits)
-            return iterations(form, logits.float()).to(logits.dtype) if wide else iterations(form, logits)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-            (logits,) = ctx.saved_tensors
-            if wide:
-                return backward(form, logits.float(), grad.float()).to(logits.dtype)
-            return backward(form, logits, grad)
-
-    return Balanced.apply
+    return own(functools.partial(iterations, form), functools.partial(backward, form))
 
 
 def both(fn: Fn, p: P, lead: tuple[int, ...] = (2, 3), symbolic: Any = (), within: float = 1e-5) -> Captured:
@@ -96,6 +98,14 @@ def both(fn: Fn, p: P, lead: tuple[int, ...] = (2, 3), symbolic: Any = (), withi
     plain = eager(fn, (x,), list(p.items()))
     assert not got.report.problems and difference(got, plain) < within
     assert {k for k, g in got.grads.items() if g is None} == {k for k, g in plain.grads.items() if g is None}
+    return got
+
+
+def stays(matrix: Fn) -> Captured:
+    """Runs a site with these iterations, whose Function stays in the graph."""
+    p = parameters()
+    got = both(functools.partial(around, p=p, matrix=matrix), p)
+    assert "autograd_function_apply" in str(got.graphs[0].graph), reasons(got)
     return got
 
 
@@ -136,25 +146,23 @@ def test_where_the_backward_breaks_the_graph_the_report_says_what_dynamo_cannot_
 
 def test_wider_arithmetic_inside_and_the_transpose() -> None:
     """Checks bf16 logits that the Function computes in fp32, and iterations that begin with columns."""
-    p, balanced = parameters(), function(by_hand, "exp", wide=True)
+    p = parameters()
+    balanced = own(
+        lambda logits: iterations("exp", logits.float()).to(logits.dtype),
+        lambda logits, grad: by_hand("exp", logits.float(), grad.float()).to(logits.dtype),
+    )
     got = both(lambda x: around(x, p, lambda m: balanced(m.bfloat16()).float()), p, within=2e-2)
     assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
 
-    class Turned(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: Tensor) -> Tensor:
-            ctx.save_for_backward(logits)
-            m = torch.exp(logits - logits.amax(-2, keepdim=True))
-            for dim in [-2, -1] * ITERS:
-                m = m / m.sum(dim, keepdim=True).clamp(min=EPS)
-            return m
+    def columns_first(logits: Tensor) -> Tensor:
+        m = torch.exp(logits - logits.amax(-2, keepdim=True))
+        for dim in [-2, -1] * ITERS:
+            m = m / m.sum(dim, keepdim=True).clamp(min=EPS)
+        return m
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-            (logits,) = ctx.saved_tensors
-            return by_hand("exp", logits.transpose(-1, -2), grad.transpose(-1, -2)).transpose(-1, -2)
-
-    got = both(lambda x: around(x, p, Turned.apply), p)
+    turn = lambda t: t.transpose(-1, -2)  # noqa: E731
+    turned = own(columns_first, lambda logits, grad: turn(by_hand("exp", turn(logits), turn(grad))))
+    got = both(lambda x: around(x, p, turned), p)
     assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
 
 
@@ -214,75 +222,41 @@ AMOUNTS = {"twice": 1.0, "almost": 1e-7, "no NaN": float("inf"), "no infinity": 
 @pytest.mark.parametrize("name", list(WRONG))
 def test_another_backward_stays_and_is_named(name: str) -> None:
     """The forward's iterations are the op inside the Function; its gradient is the model's."""
-    p = parameters()
     form, backward = WRONG[name]
-    got = both(functools.partial(around, p=p, matrix=function(backward, form)), p)
+    got = stays(function(backward, form))
     assert reasons(got)[0].startswith(DIFFERS + "gradients differ by "), reasons(got)
     said = float(reasons(got)[0].rpartition(" ")[2])
     assert said == pytest.approx(AMOUNTS.get(name, said), rel=0.06) and said > 0
     assert not [r for r in got.report.routed if r.detail.endswith(OWN)]
-    assert "autograd_function_apply" in str(got.graphs[0].graph)
 
 
-class Two(torch.autograd.Function):
-    """Returns the matrix and its sums; the gradient is twice too large."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(logits)
-        m = iterations("softmax", logits)
-        return m, m.sum(-1, keepdim=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:  # type: ignore[override]
-        return 2 * by_hand("softmax", *ctx.saved_tensors, grad)
-
-
-class Scaled(torch.autograd.Function):
-    """Iterates on the scaled logits; the gradient is twice too large."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, scale)
-        return iterations("softmax", logits * scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        logits, scale = ctx.saved_tensors
-        return 2 * scale * by_hand("softmax", logits * scale, grad), None
-
-
-class Bent(torch.autograd.Function):
-    """Iterates on a function of the logits; the gradient is right."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        return iterations("softmax", logits.tanh())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        bent = ctx.saved_tensors[0].tanh()
-        return by_hand("softmax", bent, grad) * (1 - bent.square())
-
-
+TWO = own(
+    lambda t: (m := iterations("softmax", t), m.sum(-1, keepdim=True)),
+    lambda t, grad, _: 2 * by_hand("softmax", t, grad),
+)
+"""Returns the matrix and its sums; the gradient is twice too large."""
+SCALED = own(
+    lambda t, scale: iterations("softmax", t * scale),
+    lambda t, scale, grad: (2 * scale * by_hand("softmax", t * scale, grad), None),
+)
+"""Iterates on the scaled logits; the gradient is twice too large."""
+BENT = own(
+    lambda t: iterations("softmax", t.tanh()),
+    lambda t, grad: by_hand("softmax", t.tanh(), grad) * (1 - t.tanh().square()),
+)
+"""Iterates on a function of the logits; the gradient is right."""
 UNCOMPARED: dict[str, Fn] = {
-    "two results": lambda t: (lambda m, sums: m + 0.1 * sums)(*Two.apply(t)),
-    "a tensor of the graph": lambda t: Scaled.apply(t, t.detach().abs().mean()),
-    "right, of a changed argument": Bent.apply,
+    "two results": lambda t: (lambda m, sums: m + 0.1 * sums)(*TWO(t)),
+    "a tensor of the graph": lambda t: SCALED(t, t.detach().abs().mean()),
+    "right, of a changed argument": BENT,
 }
 
 
 @pytest.mark.parametrize("name", list(UNCOMPARED))
 def test_a_backward_that_stays_unnamed(name: str) -> None:
     """Checks what docs/operators/mhc.md says of Functions of another kind: the finding says that the backward stays."""
-    p = parameters()
-    got = both(functools.partial(around, p=p, matrix=UNCOMPARED[name]), p)
-    assert not reasons(got) and "autograd_function_apply" in str(got.graphs[0].graph), reasons(got)
-    inside = [
-        r for r in got.report.routed if r.detail.endswith("; inside an autograd.Function, whose own backward stays")
-    ]
-    assert inside and {r.op for r in inside} == {"mhc_sinkhorn"}
+    got, own = stays(UNCOMPARED[name]), "; inside an autograd.Function, whose own backward stays"
+    assert not reasons(got) and {r.op for r in got.report.routed if r.detail.endswith(own)} == {"mhc_sinkhorn"}
 
 
 def test_a_backward_that_cannot_be_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,10 +264,8 @@ def test_a_backward_that_cannot_be_run_is_named(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(own_backward, "interpreted", broken)
-    p = parameters()
-    got = both(functools.partial(around, p=p, matrix=function(by_hand, "softmax")), p)
-    assert "could not be compared with the derivative of its forward: RuntimeError: out of order" in reasons(got)[0]
-    assert "autograd_function_apply" in str(got.graphs[0].graph)
+    said = reasons(stays(function(by_hand, "softmax")))[0]
+    assert "could not be compared with the derivative of its forward: RuntimeError: out of order" in said
 
 
 def test_compiled_with_gradients() -> None:
@@ -331,18 +303,7 @@ def _shifted_steps(logits: Tensor, shift: Tensor) -> Iterator[tuple[Tensor, Tens
 
 def _shifted(backward: Callable[[Tensor, Tensor], Tensor], peak: Callable[[Tensor], Tensor]) -> Fn:
     """Returns the ``apply`` of exp iterations whose sums get an eps, which the maximum does not cancel from."""
-
-    class Shifted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: Tensor) -> Tensor:
-            ctx.save_for_backward(logits)
-            return [m for m, *_ in _shifted_steps(logits, peak(logits))][-1]
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-            return backward(*ctx.saved_tensors, grad)
-
-    return Shifted.apply
+    return own(lambda logits: [m for m, *_ in _shifted_steps(logits, peak(logits))][-1], backward)
 
 
 def _row_peak(logits: Tensor) -> Tensor:
@@ -371,36 +332,27 @@ SHIFTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", list(SHIFTED))
 def test_another_backward_of_exp_and_eps_is_named(name: str) -> None:
-    p = parameters()
-    got = both(functools.partial(around, p=p, matrix=_shifted(SHIFTED[name], _row_peak)), p)
+    got = stays(_shifted(SHIFTED[name], _row_peak))
     assert reasons(got)[0].startswith(DIFFERS + "gradients differ by "), reasons(got)
-    assert "autograd_function_apply" in str(got.graphs[0].graph)
 
 
 def test_the_backward_of_exp_and_eps_is_not_named() -> None:
     """The op runs inside the Function, and the model's own backward stays."""
-    p = parameters()
-    got = both(functools.partial(around, p=p, matrix=_shifted(_eps_by_hand, _row_peak)), p)
+    got = stays(_shifted(_eps_by_hand, _row_peak))
     assert not got.report.near_misses and got.ops["mhc_sinkhorn"], reasons(got)
     wrong = _shifted(SHIFTED["twice"], lambda logits: logits.amax((-1, -2), keepdim=True))
-    assert reasons(both(functools.partial(around, p=p, matrix=wrong), p)), "a maximum of the whole matrix"
+    assert reasons(stays(wrong)), "a maximum of the whole matrix"
 
 
 def _given(backward: Fn, gives: bool = False) -> Fn:
     """Returns the ``apply`` of a Function that takes a tensor too, which its backward may read, or give a gradient."""
-
-    class Given(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: Tensor, other: Tensor) -> Tensor:
-            ctx.save_for_backward(logits, other)
-            return iterations("softmax", logits)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-            logits, other = ctx.saved_tensors
-            return backward(by_hand("softmax", logits, grad), other), grad.sum() if gives else None
-
-    return Given.apply
+    return own(
+        lambda logits, other: iterations("softmax", logits),
+        lambda logits, other, grad: (
+            backward(by_hand("softmax", logits, grad), other),
+            grad.sum() if gives else None,
+        ),
+    )
 
 
 @pytest.mark.parametrize("read", [False, True])
