@@ -15,15 +15,16 @@ from torch.nn.functional import silu
 import mhc_inductor
 from mhc_inductor import compat
 from mhc_inductor.options import RoutingOptions
+from mhc_inductor.report import Report
 from mhc_inductor.routing import Verifier, placement, route, unregister
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Mismatch, register
-from tests.formulas.gated_norm import GatedNorm
+from tests.formulas.gated_norm import GatedNorm, define
 from tests.formulas.gated_norm import norm_formula as formula
 from tests.test_routing_verify_process import state
-from tests.tools.capture import Captured, difference, eager, evaluate, reasons
+from tests.tools.capture import Captured, difference, eager, evaluate, interpreted, reasons
 
 
 def norm(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
@@ -50,18 +51,22 @@ def call(
     dynamic: bool = False,
 ) -> Captured:
     """Calls ``fn`` once, routed without code generation, and verified unless ``check`` is another Verifier."""
-    got, check = Captured([], {}), check or Verifier()
-
-    def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        got.report.extend(route(gm, check=check))
-        got.graphs.append(gm)
-        return gm.forward
-
+    got = Captured([], {})
     torch._dynamo.reset()
-    symbolic = [(0, 0), (2, 0)] if dynamic else []
-    compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
-    got.outputs, got.grads = evaluate(compiled, given, (), grad, symbolic)
+    compiled = torch.compile(fn, backend=interpreted(got.report, got.graphs, check or Verifier()), dynamic=dynamic)
+    got.outputs, got.grads = evaluate(compiled, given, (), grad, [(0, 0), (2, 0)] if dynamic else [])
     return got
+
+
+class Sampled(GatedNorm):
+    """Draws its own data, by :meth:`sample`, or compares results by :meth:`compare`."""
+
+    sample: Any = None
+    compare: Any = None
+
+    def match(self, view: View, node: fx.Node) -> Any:
+        found = super().match(view, node)
+        return dataclasses.replace(found, sample=self.sample, compare=self.compare)
 
 
 @pytest.fixture
@@ -111,11 +116,7 @@ def test_dynamic_shapes_are_run_at_their_present_sizes(plug: Any) -> None:
 def test_strides_are_the_models(plug: Any) -> None:
     seen = []
 
-    class Strided(GatedNorm):
-        def match(self, view: View, node: fx.Node) -> Any:
-            found = super().match(view, node)
-            return dataclasses.replace(found, sample=self.sample) if isinstance(found, Match) else found
-
+    class Strided(Sampled):
         def sample(self, value: Value, shape: Any, dtype: Any, device: Any, generator: Any, case: int) -> None:
             seen.append((tuple(shape), dtype, case))
 
@@ -154,30 +155,8 @@ def test_formulas_that_are_equal_run_once(plug: Any) -> None:
 # --- wrong ops are refused ----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("example::gated_norm_half_gradient", mutates_args=())
-def half_gradient(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-    return formula(x, weight, gate, eps)
-
-
-@half_gradient.register_fake
-def _(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.eps = inputs[3]
-
-
-def _half(ctx: Any, grad: Tensor) -> Any:
-    x, weight, gate = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-    with torch.enable_grad():
-        y = formula(x, weight, gate, ctx.eps)
-    dx, dw, dg = torch.autograd.grad(y, (x, weight, gate), grad)
-    return dx, dw * 0.5, dg, None
-
-
-half_gradient.register_autograd(_half, setup_context=_setup)
+schema = "(Tensor x, Tensor weight, Tensor gate, float eps) -> Tensor"
+define("gated_norm_half_gradient", formula, 3, schema, wrong=1)
 plain_op = torch.ops.example.gated_norm.default
 
 
@@ -246,15 +225,10 @@ def test_a_wrong_op_is_refused(plug: Any, name: str, fn: Any) -> None:
 
 def test_without_verification_a_wrong_op_is_routed(plug: Any) -> None:
     plug(_wrong(WRONG["no weight"][0]))
-    seen = []
-
-    def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        seen.append(route(gm))
-        return gm.forward
-
+    report = Report()
     torch._dynamo.reset()
-    torch.compile(norm, backend=backend)(*inputs())
-    assert [r.op for r in seen[0].routed] == ["gated_norm"] and seen[0].routed[0].error is None
+    torch.compile(norm, backend=interpreted(report, []))(*inputs())
+    assert [r.op for r in report.routed] == ["gated_norm"] and report.routed[0].error is None
 
 
 def test_a_wrong_gradient_passes_in_inference(plug: Any) -> None:
@@ -310,8 +284,6 @@ class Picked(GatedNorm):
 
     def match(self, view: View, node: fx.Node) -> Any:
         found = super().match(view, node)
-        if not isinstance(found, Match):
-            return found
         x, weight, gate = found.inputs
         table, index = weight.args[0], weight.args[1]
         sample = self.sample if self.samples else None
@@ -355,12 +327,8 @@ def test_integers_come_from_the_operator(plug: Any) -> None:
 def test_choices_are_compared_by_the_operator(plug: Any) -> None:
     seen = []
 
-    class Chosen(GatedNorm):
+    class Chosen(Sampled):
         error: float | None = 0.0
-
-        def match(self, view: View, node: fx.Node) -> Any:
-            found = super().match(view, node)
-            return dataclasses.replace(found, compare=self.compare) if isinstance(found, Match) else found
 
         def compare(self, theirs: list[Tensor], mine: list[Tensor]) -> float | None:
             seen.append((theirs[0].shape, mine[0].shape))
@@ -398,11 +366,7 @@ def test_without_memory_for_fp64_the_formula_itself_is_the_measure(plug: Any, mo
 
 
 def test_a_formula_that_does_not_run_alone_says_so(plug: Any) -> None:
-    class Raising(GatedNorm):
-        def match(self, view: View, node: fx.Node) -> Any:
-            found = super().match(view, node)
-            return dataclasses.replace(found, sample=self.sample) if isinstance(found, Match) else found
-
+    class Raising(Sampled):
         def sample(self, *args: Any) -> Tensor:
             raise IndexError("no such row")
 

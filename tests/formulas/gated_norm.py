@@ -32,8 +32,11 @@ def cap_formula(x: Tensor, scale: float, cap: float) -> Tensor:
     return cap * torch.tanh(x * (scale / cap))
 
 
-def define(name: str, formula: Callable[..., Tensor], tensors: int, schema: str) -> Any:
-    """Defines an op that runs ``formula``, with a fake function and gradients of its first ``tensors`` arguments."""
+def define(name: str, formula: Callable[..., Tensor], tensors: int, schema: str, wrong: int | None = None) -> Any:
+    """Defines an op that runs ``formula``, with a fake function and gradients of its first ``tensors`` arguments.
+
+    The gradient of the argument ``wrong`` is half of what it must be.
+    """
 
     def fake(x: Tensor, *rest: Any) -> Tensor:
         return torch.empty_like(x)
@@ -46,7 +49,8 @@ def define(name: str, formula: Callable[..., Tensor], tensors: int, schema: str)
         given = [t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
             result = formula(*given, *ctx.rest)
-        return (*torch.autograd.grad(result, given, grad), *(None for _ in ctx.rest))
+        found = torch.autograd.grad(result, given, grad)
+        return (*(g * 0.5 if i == wrong else g for i, g in enumerate(found)), *(None for _ in ctx.rest))
 
     op = torch.library.custom_op(f"example::{name}", formula, mutates_args=(), schema=schema)
     op.register_fake(fake)
