@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from mhc_inductor.report import Report
 from mhc_inductor.routing import route
 from tests.formulas.reference_models_mhc import WIDTH, N, around, parameters
-from tests.tools.capture import Captured, difference, eager, run
+from tests.tools.capture import difference, eager, interpreted, run
 
 Matrix = Callable[[Tensor], Tensor]
 TOKENS = 200
@@ -56,33 +57,9 @@ def test_a_number_that_may_change(name: str) -> None:
     assert [r.op for r in reports[1].routed][:1] == ["mhc_sinkhorn"]
 
 
-def _late(logits: Tensor) -> Tensor:
-    """Halves the matrices of the last token."""
+def _written(logits: Tensor, at: Any, value: float = 0.25) -> Tensor:
     m = balanced(logits)
-    where = torch.arange(logits.shape[-3]) == logits.shape[-3] - 1
-    return torch.where(where[:, None, None], 0.5 * m, m)
-
-
-def _from_a_position(logits: Tensor) -> Tensor:
-    m = balanced(logits)
-    return torch.cat([m[..., :100, :, :], 0.5 * m[..., 100:, :, :]], -3)
-
-
-def _written(logits: Tensor) -> Tensor:
-    m = balanced(logits)
-    m[..., 150:, :, :] = 0.25
-    return m
-
-
-def _put(logits: Tensor, at: tuple[int, ...]) -> Tensor:
-    m = balanced(logits)
-    m[at] = 0.25
-    return m
-
-
-def _scaled_part(logits: Tensor) -> Tensor:
-    m = balanced(logits)
-    m[150:].mul_(0.5)
+    m[at] = value
     return m
 
 
@@ -97,14 +74,16 @@ OTHER: dict[str, Matrix] = {
     "no NaN": lambda z: balanced(z).nan_to_num(),
     "no NaN of logits": lambda z: balanced(z.nan_to_num()),
     "no infinity of logits": lambda z: balanced((1.0 * z).nan_to_num(nan=torch.nan, neginf=-1e4)),
-    "of the last token": _late,
-    "from a position on": _from_a_position,
-    "written from a position on": _written,
-    "written at a position": lambda z: _put(z, (170,)),
-    "written at a position from the end": lambda z: _put(z, (-40,)),
-    "a part that is scaled in place": lambda z: _scaled_part(z),
+    "of the last token": lambda z: (m := balanced(z)).where(
+        (torch.arange(z.shape[-3]) != z.shape[-3] - 1)[:, None, None], 0.5 * m
+    ),
+    "from a position on": lambda z: torch.cat([(m := balanced(z))[..., :100, :, :], 0.5 * m[..., 100:, :, :]], -3),
+    "written from a position on": lambda z: _written(z, (..., slice(150, None), slice(None), slice(None))),
+    "written at a position": lambda z: _written(z, (170,)),
+    "written at a position from the end": lambda z: _written(z, (-40,)),
+    "a part that is scaled in place": lambda z: ((m := balanced(z))[150:].mul_(0.5), m)[1],
     "filled at a position": lambda z: balanced(z).index_fill(0, torch.tensor([170]), 0.25),
-    "written at a small position": lambda z: _put(z, (3,)),
+    "written at a small position": lambda z: _written(z, (3,)),
     "of the next token": lambda z: balanced(z.roll(1, -3)),
     "less the tokens' mean": lambda z: balanced(z - z.mean(-3, keepdim=True) * torch.eye(N)),
     "a gradient of half the size": lambda z: (m := balanced(z)).detach() / 2 + m / 2,
@@ -147,39 +126,27 @@ def test_what_differs_rarely_gives_what_eager_gives(name: str, tokens: list[int]
         torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-7, equal_nan=True)
     if "position" in name or "part" in name:
         return  # that the first five tokens do not have
-    leaf = z.nan_to_num()[:5].requires_grad_()
-    got, plain = (how(OTHER[name], (), [("z", leaf)]) for how in (_run, _eager))
-    assert difference(got, plain) < 1e-5
+    assert _both(OTHER[name], z.nan_to_num()[:5].requires_grad_()) < 1e-5
 
 
-def _run(fn: Matrix, _: tuple[()], named: list[tuple[str, Tensor]]) -> Captured:
-    return run(lambda: fn(named[0][1]), (), named)
+def _both(fn: Matrix, leaf: Tensor) -> float:
+    """Returns the difference between a routed call and eager, of which ``leaf`` is a parameter."""
+    got, plain = (how(lambda: fn(leaf), (), [("z", leaf)]) for how in (run, eager))
+    return difference(got, plain)
 
 
-def _eager(fn: Matrix, _: tuple[()], named: list[tuple[str, Tensor]]) -> Captured:
-    return eager(lambda: fn(named[0][1]), (), named)
-
-
-INSIDE: dict[str, Matrix] = {
-    "bounded far out": OTHER["bounded far out"],
-    "bounded far above": OTHER["bounded far above"],
-    "bounded far below": OTHER["bounded far below"],
-    "no NaN of logits": OTHER["no NaN of logits"],
-    "no infinity of logits": OTHER["no infinity of logits"],
-    "of the next token": OTHER["of the next token"],
-    "columns first": OTHER["columns first"],
-    "no gradient of a step": OTHER["no gradient of a step"],
-    "one eps is larger": OTHER["one eps is larger"],
-    "half an iteration more": OTHER["half an iteration more"],
-}
+INSIDE = [
+    *("bounded far out", "bounded far above", "bounded far below", "no NaN of logits", "no infinity of logits"),
+    *("of the next token", "columns first", "no gradient of a step", "one eps is larger", "half an iteration more"),
+]
 """Those that are no iterations of the logits themselves."""
 
 
-@pytest.mark.parametrize("name", list(INSIDE))
+@pytest.mark.parametrize("name", INSIDE)
 def test_iterations_of_something_else_are_not_folded_into_mhc_pre(name: str) -> None:
     p = parameters()
     x = torch.randn(TOKENS, N, WIDTH, generator=torch.Generator().manual_seed(1))
-    fn = functools.partial(around, p=p, matrix=INSIDE[name])
+    fn = functools.partial(around, p=p, matrix=OTHER[name])
     got, plain = run(fn, (x,), [*p.items()]), eager(fn, (x,), [*p.items()])
     held = [n.args[9] for gm in got.graphs for n in gm.graph.nodes if "mhc_pre" in str(n.target)]
     assert held == [0] and difference(got, plain) < 1e-4, (held, got.report.near_misses)
@@ -210,11 +177,7 @@ RANDOM: dict[str, Matrix] = {
 @pytest.mark.parametrize("name", list(RANDOM))
 def test_random_numbers_stay(name: str) -> None:
     """Checks that as many are drawn as in eager."""
-
-    def fn(z: Tensor) -> Tensor:
-        return torch.stack([RANDOM[name](z), torch.rand_like(z)])
-
-    z = _logits()[:5]
+    z, fn = _logits()[:5], lambda z: torch.stack([RANDOM[name](z), torch.rand_like(z)])
     torch.manual_seed(3)
     got = run(fn, (z,))
     torch.manual_seed(3)
@@ -242,8 +205,7 @@ def _written_out(logits: Tensor) -> Tensor:
 @pytest.mark.parametrize(("fn", "form"), [(_by_products, "exp"), (_written_out, "softmax")])
 def test_iterations_that_nobody_foresaw(fn: Matrix, form: str, tokens: list[int]) -> None:
     z = _logits()[:5].requires_grad_()
-    got, plain = (how(fn, (), [("z", z)]) for how in (_run, _eager))
-    assert difference(got, plain) < 1e-5
+    assert _both(fn, z) < 1e-5
     got = run(fn, (z.detach(),), symbolic=tokens)
     calls = [n.args[1:] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)]
     assert calls == [(4, 1e-5, form)], got.report.near_misses
@@ -262,16 +224,8 @@ def test_an_input_that_is_written_before_the_backward_is_not_kept(wrap: Matrix) 
         z.add_(1.0)
         return torch.autograd.grad(out.square().sum(), leaf)[0]
 
-    def fn(z: Tensor) -> Tensor:
-        return balanced(wrap(z))
-
-    ops = list[str]()
-
-    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        ops.extend(r.op for r in route(gm).routed)
-        return gm.forward
-
+    fn, report = lambda z: balanced(wrap(z)), Report()
     torch._dynamo.reset()
-    compiled = gradient(torch.compile(fn, backend=backend))
-    assert ops == ["mhc_sinkhorn"]
+    compiled = gradient(torch.compile(fn, backend=interpreted(report, [])))
+    assert [r.op for r in report.routed] == ["mhc_sinkhorn"]
     torch.testing.assert_close(compiled, gradient(fn))

@@ -35,56 +35,36 @@ def _saturated(inputs: dict[str, Tensor | None], end: float) -> dict[str, Tensor
     return {**inputs, "bias": bias}
 
 
-def _pre(made: Callable[..., Any], run: Callable[..., Any], oracle: Callable[..., Any], up: tuple[str, ...]) -> Any:
-    def results(dtype: torch.dtype, end: float, options: dict[str, Any], device: str) -> Any:
-        inputs = _saturated(made((1,), N, WIDTH, dtype, device=device), end)
-        out = run(inputs, None, options)
-        ups = helpers_mhc.upstream({k: t for k, t in out.items() if k in up})
-        return run(inputs, ups, options), oracle(inputs, out, ups, options)
-
-    return results
-
-
-def _head_inputs(*args: Any, **made: Any) -> Any:
-    return helpers_mhc.make_inputs(*args, head=True, **made)
+PRE, HEADS = ("h_in", "h_post", "h_res"), {"head": True}
+one = helpers_single_pass
+FUSED = (
+    lambda inputs, up, options: helpers_mhc.run_fused(inputs, True, up, options),
+    lambda inputs, out, up, options: helpers_mhc.oracle_fused(inputs, True, out["x_out"], up, options),
+)
+SINGLE = (
+    lambda inputs, up, options: one.run(inputs, True, up, options),
+    lambda inputs, out, up, options: one.oracle(inputs, True, out["x_out"], up, options),
+)
 
 
-def _fused_head_inputs(*args: Any, **made: Any) -> Any:
-    return helpers_mhc.make_fused_inputs(*args, head=True, **made)
+def _alone(run: Callable[..., Any], oracle: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return run, lambda inputs, out, up, options: oracle(inputs, up, options)
 
 
-def _without_x_out(oracle: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda inputs, out, up, options: oracle(inputs, up, options)
-
-
-def _run(run: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda inputs, up, options: run(inputs, True, up, options)
-
-
-def _oracle(oracle: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda inputs, out, up, options: oracle(inputs, True, out["x_out"], up, options)
-
-
-FUSED = (_run(helpers_mhc.run_fused), _oracle(helpers_mhc.oracle_fused))
-SINGLE = (_run(helpers_single_pass.run), _oracle(helpers_single_pass.oracle))
-OPS: dict[str, Callable[..., Any]] = {
-    "mhc_pre": _pre(
+OPS: dict[str, Any] = {
+    "mhc_pre": (helpers_mhc.make_inputs, {}, _alone(helpers_mhc.run_pre, helpers_mhc.oracle_pre), PRE),
+    "mhc_head": (helpers_mhc.make_inputs, HEADS, _alone(helpers_mhc.run_head, helpers_mhc.oracle_head), PRE[:1]),
+    "mhc_coefficients": (
         helpers_mhc.make_inputs,
-        helpers_mhc.run_pre,
-        _without_x_out(helpers_mhc.oracle_pre),
-        ("h_in", "h_post", "h_res"),
+        {},
+        _alone(one.run_coefficients, one.oracle_coefficients),
+        ("h_pre", *PRE[1:]),
     ),
-    "mhc_head": _pre(_head_inputs, helpers_mhc.run_head, _without_x_out(helpers_mhc.oracle_head), ("h_in",)),
-    "mhc_coefficients": _pre(
-        helpers_mhc.make_inputs,
-        helpers_single_pass.run_coefficients,
-        _without_x_out(helpers_single_pass.oracle_coefficients),
-        ("h_pre", "h_post", "h_res"),
-    ),
-    "mhc_post_pre": _pre(helpers_mhc.make_fused_inputs, *FUSED, ("x_out", "h_in", "next_post", "next_res")),
-    "mhc_post_head": _pre(_fused_head_inputs, *FUSED, ("x_out", "h_in")),
-    "mhc_single_pass": _pre(helpers_single_pass.make_inputs, *SINGLE, helpers_single_pass.UP),
+    "mhc_post_pre": (helpers_mhc.make_fused_inputs, {}, FUSED, ("x_out", "h_in", "next_post", "next_res")),
+    "mhc_post_head": (helpers_mhc.make_fused_inputs, HEADS, FUSED, ("x_out", "h_in")),
+    "mhc_single_pass": (one.make_inputs, {}, SINGLE, one.UP),
 }
+"""How inputs are made, how the op and its oracle run, and which outputs have gradients."""
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -93,8 +73,12 @@ OPS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("norm_form", ["inside", "outside"])
 def test_gradients_of_saturated_gates(name, end, dtype, norm_form, device):
     """Compares each element, and each row of phi: of one token, so that nothing cancels in a sum."""
-    options = HEAD if "head" in name else OPTIONS
-    got, want = OPS[name](dtype, end, {**options, "norm_form": norm_form}, device)
+    options = {**(HEAD if "head" in name else OPTIONS), "norm_form": norm_form}
+    made, how, (run, oracle), up = OPS[name]
+    inputs = _saturated(made((1,), N, WIDTH, dtype, device=device, **how), end)
+    out = run(inputs, None, options)
+    ups = helpers_mhc.upstream({k: t for k, t in out.items() if k in up})
+    got, want = run(inputs, ups, options), oracle(inputs, out, ups, options)
     for key in ("dbias", "dphi"):
         g, w = (t[key].cpu().double().view(t[key].shape[0], -1)[: 2 * N] for t in (got, want))
         error, size = (g - w).norm(dim=1), w.norm(dim=1)
