@@ -141,38 +141,29 @@ OTHER: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _compiled(matrix: Callable[[Tensor], Tensor]) -> tuple[Captured, Captured]:
+def _compiled(matrix: Callable[[Tensor], Tensor], iters: int, **more: int) -> Captured:
+    """Runs a site with this matrix; asserts its ops, how many iterations mhc_pre has, and its values."""
     p: P = parameters()
     x = torch.randn(2, 6, N, WIDTH, generator=torch.Generator().manual_seed(1))
     fn = functools.partial(around, p=p, matrix=matrix)
-    return run(fn, (x,), list(p.items())), eager(fn, (x,), list(p.items()))
-
-
-def _iterations(got: Captured) -> list[int]:
-    """Returns ``sinkhorn_iters`` of every mhc_pre."""
-    return [n.args[9] for gm in got.graphs for n in gm.graph.nodes if "mhc_pre" in str(n.target)]  # type: ignore[misc]
+    got, plain = run(fn, (x,), list(p.items())), eager(fn, (x,), list(p.items()))
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, **more} and difference(got, plain) < 1e-4
+    assert [n.args[9] for gm in got.graphs for n in gm.graph.nodes if "mhc_pre" in str(n.target)] == [iters]
+    return got
 
 
 @pytest.mark.parametrize("name", list(SAME))
 def test_the_same_iterations_are_folded_into_the_op(name: str) -> None:
-    got, plain = _compiled(SAME[name])
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1} and not got.report.near_misses
-    assert _iterations(got) == [ITERS]
-    assert difference(got, plain) < 1e-4
+    assert not _compiled(SAME[name], ITERS).report.near_misses
 
 
 @pytest.mark.parametrize("name", list(OTHER))
 def test_other_iterations_stay_the_models(name: str) -> None:
-    got, plain = _compiled(OTHER[name])
-    assert "mhc_sinkhorn" not in got.ops and _iterations(got) == [0]
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}
-    assert difference(got, plain) < 1e-4
+    _compiled(OTHER[name], 0)
 
 
 def test_factors_that_start_with_the_columns_are_iterations_of_the_transpose() -> None:
-    got, plain = _compiled(lambda z: _first_columns(z.exp()))
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1} and _iterations(got) == [0]
-    assert difference(got, plain) < 1e-4
+    _compiled(lambda z: _first_columns(z.exp()), 0, mhc_sinkhorn=1)
 
 
 # --- the log domain ------------------------------------------------------------------------------------------------
