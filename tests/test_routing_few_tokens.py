@@ -93,13 +93,8 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
     "sinkhorn_eps": ("mhc_pre", number(10, 1e-3)),
     "orientation": ("mhc_post", lambda *args: (*args[:4], not args[4])),
 }
-LEADS = {
-    "unlike": (3, 50),
-    "as the streams": (4, 4),
-    "as the width": (2, 16),
-    "one sequence": (1, 24),
-    "one token": (1, 1),
-}
+LEADS = {"unlike": (3, 50), "as the streams": (4, 4), "as the width": (2, 16)}
+LEADS |= {"one sequence": (1, 24), "one token": (1, 1)}
 
 
 @pytest.mark.parametrize("lead", LEADS)
@@ -157,32 +152,35 @@ Q, T, DIM, PICKS = 24, 24, 8, 6
 """Queries, keys, width and keys of a list. As many queries as keys: sizes do not tell them apart."""
 
 
+def scored(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Returns attention of the keys that are seen."""
+    return (q @ k.transpose(-1, -2) * DIM**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def in_list(indices: Tensor, keys: int = T) -> Tensor:
+    return torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device).scatter(-1, indices, True)
+
+
 def windowed(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     """A causal window of 5 keys."""
     at = torch.arange(T, device=q.device)
-    seen = (at <= at[:, None]) & (torch.arange(T) > torch.arange(Q)[:, None] - 5)
-    return (q @ k.transpose(-1, -2) * DIM**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    return scored(q, k, v, (at <= at[:, None]) & (torch.arange(T) > torch.arange(Q)[:, None] - 5))
 
 
 def ranged(q: Tensor, k: Tensor, v: Tensor, _: Tensor, __: Tensor, ranges: Tensor) -> Tensor:
     """The keys from a place that each query names up to another."""
     at = torch.arange(T)
-    seen = (at >= ranges[..., :1]) & (at < ranges[..., 1:])
-    return (q @ k.transpose(-1, -2) * DIM**-0.5).masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v
+    return scored(q, k, v, ((at >= ranges[..., :1]) & (at < ranges[..., 1:]))[:, None])
 
 
 def listed(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *_: Tensor) -> Tensor:
     """The keys that a list names."""
-    seen = torch.zeros(*indices.shape[:2], k.shape[2], dtype=torch.bool, device=q.device).scatter(-1, indices, True)
-    scores = (q @ k.transpose(-1, -2) * DIM**-0.5).masked_fill(~seen[:, None], -torch.inf)
-    return scores.softmax(-1) @ v
+    return scored(q, k, v, in_list(indices, k.shape[2])[:, None])
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, kept: Tensor, _: Tensor) -> Tensor:
     """A list of keys under a mask of padding."""
-    seen = torch.zeros(*indices.shape[:2], k.shape[2], dtype=torch.bool, device=q.device).scatter(-1, indices, True)
-    scores = q @ k.transpose(-1, -2) * DIM**-0.5
-    return scores.masked_fill(~(seen[:, None] & kept[:, None, None]), -torch.inf).softmax(-1) @ v
+    return scored(q, k, v, in_list(indices, k.shape[2])[:, None] & kept[:, None, None])
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *_: Tensor) -> Tensor:
@@ -212,33 +210,26 @@ def indexer(q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
 
 def anchored(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *_: Tensor) -> Tensor:
     """A list of keys, and for every query those up to the third, counted from the first query."""
-    seen = torch.zeros(*indices.shape[:2], T, dtype=torch.bool).scatter(-1, indices, True)
     near = torch.arange(T) < torch.arange(Q)[:1, None] + 3
-    scores = q @ k.transpose(-1, -2) * DIM**-0.5
-    return scores.masked_fill(~(seen | near)[:, None], -torch.inf).softmax(-1) @ v
+    return scored(q, k, v, (in_list(indices) | near)[:, None])
 
 
 def checkpointed(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, kept: Tensor, _: Tensor) -> Tensor:
     """A causal window of 5 keys under a mask of padding, in a region that is given the mask."""
     ago = torch.arange(Q)[:, None] - torch.arange(T)
     mask = ((ago >= 0) & (ago < 5))[None, None] & kept[:, None, None]
-
-    def region(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return (q @ k.transpose(-1, -2) * DIM**-0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
-
-    made = checkpoint(region, q, k, v, mask, use_reentrant=False)
-    assert isinstance(made, Tensor)
-    return made
+    return checkpoint(scored, q, k, v, mask, use_reentrant=False)
 
 
+LIST = "selection_list_attention"
 ATTENTIONS: dict[str, tuple[Fn, str]] = {
-    "window": (windowed, "selection_list_attention"),
+    "window": (windowed, LIST),
     "ranges": (ranged, "selection_attention"),
-    "list": (listed, "selection_list_attention"),
-    "padded list": (padded, "selection_list_attention"),
-    "list and the first keys": (anchored, "selection_list_attention"),
-    "packed window": (packed, "selection_list_attention"),
-    "window in a checkpoint": (checkpointed, "selection_list_attention"),
+    "list": (listed, LIST),
+    "padded list": (padded, LIST),
+    "list and the first keys": (anchored, LIST),
+    "packed window": (packed, LIST),
+    "window in a checkpoint": (checkpointed, LIST),
     "indexer": (indexer, "index_topk"),
 }
 
@@ -339,28 +330,21 @@ def test_numbers_that_queries_and_keys_share_are_cut_for_each(second: str) -> No
     assert report.routed and few.runs == 1 and not few.left, (report.near_misses, few.left)
 
 
+def region(fn: Fn) -> Fn:
+    return lambda *given: checkpoint(fn, *given, use_reentrant=False)
+
+
 @pytest.mark.parametrize(("window", "second"), [("padded", "counted"), ("packed", "spare")])
 def test_a_mask_that_is_scattered_around_a_region_is_not_refused(window: str, second: str) -> None:
     """A scatter into all rows with an index for a few would write the first rows, and the queries lie elsewhere."""
-
-    def attend(*given: Any) -> Any:
-        return checkpoint(test_routing_lists.written, *given, use_reentrant=False)
-
-    fn = test_routing_lists._model(window, second, False, attend)
+    fn = test_routing_lists._model(window, second, False, region(test_routing_lists.written))
     given = test_routing_lists.inputs(window == "packed", "left", test_routing_lists.ENTRIES)
     assert compared(fn, given)[1].routed
 
 
 def test_a_mask_that_two_regions_pass_on_is_not_drawn_at_random() -> None:
     """The region inside knows it as what the graph around both computes, and has its result alone."""
-
-    def attend(*given: Any) -> Any:
-        return checkpoint(test_routing_lists.written, *given, use_reentrant=False)
-
-    def around(*given: Any) -> Any:
-        return checkpoint(attend, *given, use_reentrant=False)
-
-    fn = test_routing_lists._model("padded", "scattered", False, around)
+    fn = test_routing_lists._model("padded", "scattered", False, region(region(test_routing_lists.written)))
     few, report = compared(fn, test_routing_lists.inputs(False, "left", test_routing_lists.ENTRIES))
     assert report.routed and few.runs == 0, (report.near_misses, few.left)
 
@@ -392,22 +376,21 @@ def test_a_wrong_attention_is_refused(name: str, monkeypatch: pytest.MonkeyPatch
     assert not report.routed and any("verified on random data" in m.reason for m in report.near_misses)
 
 
+SWAPS: dict[str, Callable[..., Any]] = {
+    "loop": lambda kvqm, b_s, b_m, *rest: (kvqm, b_m, b_s, *rest),
+    "scan": lambda kvqm, b_s, b_m, S, M, *rest: (kvqm, b_s, b_m, M, S, *rest),
+}
+
+
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_loop_is_compared_with_fewer_sequences(swapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = plain()
+@pytest.mark.parametrize("how", SWAPS)
+def test_a_recurrence_is_compared_with_fewer_sequences_and_steps(
+    how: str, swapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if swapped:
-        wrong(monkeypatch, "e79_scan", lambda kvqm, b_s, b_m, *rest: (kvqm, b_m, b_s, *rest))
-    few, report = compared(loop, loop.inputs())
+        wrong(monkeypatch, "e79_scan", SWAPS[how])
+    few, report = compared(*((loop := plain()), loop.inputs()) if how == "loop" else (_by_scan, _given(T=40, B=6)))
     assert few.runs == 1 and not few.left
-    assert [r.op for r in report.routed] == ["e79_scan"] * (not swapped)
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-def test_a_scan_is_compared_with_fewer_steps(swapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if swapped:
-        wrong(monkeypatch, "e79_scan", lambda kvqm, b_s, b_m, S, M, *rest: (kvqm, b_s, b_m, M, S, *rest))
-    few, report = compared(_by_scan, _given(T=40, B=6))
-    assert few.runs and not few.left
     assert [r.op for r in report.routed] == ["e79_scan"] * (not swapped)
 
 
