@@ -212,9 +212,8 @@ def _formula(x: Tensor, p: P, rows: str = "pre post res", alpha: bool = True, bi
     parts = dict(zip(names, (z + p["bias"] if bias else z).split([sizes[name] for name in names], -1), strict=True))
     f_out = sublayer((torch.sigmoid(parts["pre"]).unsqueeze(-1) * x.float()).sum(-2).to(x.dtype), p).float()
     matrix = parts["res"].unflatten(-1, (n, n)).exp()
-    for _ in range(ITERS):
-        matrix = matrix / matrix.sum(-1, keepdim=True)
-        matrix = matrix / matrix.sum(-2, keepdim=True)
+    for step in range(2 * ITERS):
+        matrix = matrix / matrix.sum(-1 - step % 2, keepdim=True)
     out = matrix @ x.float() + 2 * torch.sigmoid(parts["post"]).unsqueeze(-1) * f_out.unsqueeze(-2)
     return out.to(x.dtype)
 
@@ -279,10 +278,8 @@ def _turned(x: Tensor, p: P, inside: bool = False) -> Tensor:
     rest = [0.0, 0.0, 0.0] if inside else bias.split([n, n, n * n])
     pre, post = torch.sigmoid(alpha[0] * pre + rest[0]), 2 * torch.sigmoid(alpha[1] * post + rest[1])
     matrix = (alpha[2] * res + rest[2]).unflatten(-1, (n, n)).transpose(-1, -2).softmax(-1) + EPS
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
-    for _ in range(ITERS - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + EPS)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
+    for step in range(2 * ITERS - 1):
+        matrix = matrix / (matrix.sum(-2 + step % 2, keepdim=True) + EPS)
     f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
     return matrix @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
 

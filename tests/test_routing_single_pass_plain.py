@@ -24,10 +24,8 @@ Fn = Callable[..., Any]
 
 def _sinkhorn(c: Tensor) -> Tensor:
     c = c.softmax(-1) + 1e-6
-    c = c / (c.sum(-2, keepdim=True) + 1e-6)
-    for _ in range(3):
-        c = c / (c.sum(-1, keepdim=True) + 1e-6)
-        c = c / (c.sum(-2, keepdim=True) + 1e-6)
+    for step in range(7):
+        c = c / (c.sum(-2 + step % 2, keepdim=True) + 1e-6)
     return c
 
 

@@ -212,19 +212,11 @@ class StepByStep(nn.Module):
         k = k / (torch.norm(k, dim=-1, keepdim=True) + 1e-6)
         m = m / (torch.norm(m, dim=-1, keepdim=True) + 1e-6)
         delta = v - torch.einsum("bij,bj->bi", S, k)
-        S = torch.einsum(
-            "bi,bij,bj->bij",
-            torch.einsum("bij,bj->bi", M, k).sigmoid(),
-            S,
-            torch.einsum("bij,bi->bj", M, k).sigmoid(),
-        ) + torch.einsum("bi,bj->bij", delta, k)
+        rows, columns = torch.einsum("bij,bj->bi", M, k).sigmoid(), torch.einsum("bij,bi->bj", M, k).sigmoid()
+        S = torch.einsum("bi,bij,bj->bij", rows, S, columns) + torch.einsum("bi,bj->bij", delta, k)
         delta = delta - torch.einsum("bij,bj->bi", M, m)
-        M = torch.einsum(
-            "bi,bij,bj->bij",
-            torch.einsum("bij,bj->bi", S, m).sigmoid(),
-            M,
-            torch.einsum("bij,bi->bj", S, m).sigmoid(),
-        ) + torch.einsum("bi,bj->bij", delta, m)
+        rows, columns = torch.einsum("bij,bj->bi", S, m).sigmoid(), torch.einsum("bij,bi->bj", S, m).sigmoid()
+        M = torch.einsum("bi,bij,bj->bij", rows, M, columns) + torch.einsum("bi,bj->bij", delta, m)
         y = torch.einsum("bij,bj->bi", S, q)
         return S, M, F.silu(y) * y
 

@@ -41,10 +41,8 @@ def sublayer(t: Tensor, p: P) -> Tensor:
 def _balanced(scores: Tensor, iters: int = ITERS, eps: float = EPS) -> Tensor:
     """Balances by the softmax convention: rows by softmax, then columns and rows in turn."""
     matrix = scores.softmax(-1) + eps
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    for _ in range(iters - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    for step in range(2 * iters - 1):
+        matrix = matrix / (matrix.sum(-2 + step % 2, keepdim=True) + eps)
     return matrix
 
 
@@ -108,9 +106,8 @@ def megatron(x: Tensor, p: P) -> Tensor:
     post = 2 * (p["alpha"][1] * post + b_post).sigmoid()
     logits = (p["alpha"][2] * res + b_res).view(*lead, n, n)
     matrix = torch.exp(logits - logits.max(dim=-1, keepdim=True).values)
-    for _ in range(ITERS):
-        matrix = matrix / matrix.sum(dim=-1, keepdim=True).clamp(min=EPS)
-        matrix = matrix / matrix.sum(dim=-2, keepdim=True).clamp(min=EPS)
+    for step in range(2 * ITERS):
+        matrix = matrix / matrix.sum(dim=-1 - step % 2, keepdim=True).clamp(min=EPS)
     streams = x.float()
     h_in = torch.matmul(pre.unsqueeze(-2), streams).squeeze(-2).to(x.dtype)
     mixed = torch.bmm(matrix.reshape(-1, n, n), streams.reshape(-1, n, width)).view(x.shape)
@@ -137,17 +134,15 @@ def hyper_connections_sinkhorn(logits: Tensor, p: P) -> Tensor:
     These are the iterations of the transposed matrix.
     """
     alpha = (logits - logits.amax(dim=-2, keepdim=True).detach()).exp()
-    for _ in range(ITERS):
-        alpha = F.normalize(alpha, p=1, dim=-2)
-        alpha = F.normalize(alpha, p=1, dim=-1)
+    for step in range(2 * ITERS):
+        alpha = F.normalize(alpha, p=1, dim=-2 + step % 2)
     return alpha
 
 
 def log_domain_sinkhorn(logits: Tensor, p: P) -> Tensor:
     """Computes the same as :func:`hyper_connections_sinkhorn` by alternating log-softmax."""
-    for _ in range(ITERS):
-        logits = F.log_softmax(logits, dim=-2)
-        logits = F.log_softmax(logits, dim=-1)
+    for step in range(2 * ITERS):
+        logits = F.log_softmax(logits, dim=-2 + step % 2)
     return logits.exp()
 
 
@@ -205,10 +200,8 @@ def sglang(x: Tensor, p: P) -> Tensor:
     pre, post, comb = _gates(F.linear(normed(x.flatten(-2)), p["phi"]), p)
     comb = torch.exp(comb - comb.amax(dim=-1, keepdim=True))
     comb = comb / comb.sum(dim=-1, keepdim=True) + EPS
-    comb = comb / (comb.sum(dim=-2, keepdim=True) + EPS)
-    for _ in range(ITERS - 1):
-        comb = comb / (comb.sum(dim=-1, keepdim=True) + EPS)
-        comb = comb / (comb.sum(dim=-2, keepdim=True) + EPS)
+    for step in range(2 * ITERS - 1):
+        comb = comb / (comb.sum(dim=-2 + step % 2, keepdim=True) + EPS)
     f_out = sublayer((pre.unsqueeze(-1) * x.float()).sum(dim=-2).to(x.dtype), p)
     out = post.unsqueeze(-1) * f_out.float().unsqueeze(-2)
     out += (comb.unsqueeze(-1) * x.float().unsqueeze(-2)).sum(dim=-3)
@@ -247,9 +240,8 @@ def megatron_packed(x: Tensor, p: P) -> Tensor:
     h = r * F.linear(streams.float(), p["phi"]) * alpha + p["bias"]
     post, matrix = h[..., n : 2 * n].sigmoid() * 2, h[..., 2 * n :].view(s, b, n, n)
     matrix = torch.exp(matrix - matrix.max(dim=-1, keepdim=True).values)
-    for _ in range(ITERS):
-        matrix = matrix / matrix.sum(dim=-1, keepdim=True).clamp(min=1e-8)
-        matrix = matrix / matrix.sum(dim=-2, keepdim=True).clamp(min=1e-8)
+    for step in range(2 * ITERS):
+        matrix = matrix / matrix.sum(dim=-1 - step % 2, keepdim=True).clamp(min=1e-8)
     h_in = (streams.view(s, b, n, d) * h[..., :n].sigmoid().unsqueeze(-1)).sum(dim=2).to(x.dtype)
     mixed = torch.bmm(matrix.view(s * b, n, n), streams.view(s * b, n, d).float()).view(s, b, n * d)
     out = (post.unsqueeze(-1) * sublayer(h_in, p).float().unsqueeze(2)).view(s, b, n * d)
@@ -338,9 +330,8 @@ def marginals_sinkhorn(logits: Tensor, p: P) -> Tensor:
 
 def logsumexp_sinkhorn(logits: Tensor, p: P) -> Tensor:
     """Balances with the log-softmax written out, as in many ports."""
-    for _ in range(ITERS):
-        logits = logits - torch.logsumexp(logits, dim=-1, keepdim=True)
-        logits = logits - torch.logsumexp(logits, dim=-2, keepdim=True)
+    for step in range(2 * ITERS):
+        logits = logits - torch.logsumexp(logits, dim=-1 - step % 2, keepdim=True)
     return logits.exp()
 
 
@@ -369,9 +360,8 @@ def gates_written_out(x: Tensor, p: P, gate: Callable[[Tensor], Tensor], inside:
 def inline_marginals_sinkhorn(logits: Tensor, p: P) -> Tensor:
     """Balances with the log-softmax written out and log marginals of 1 / n subtracted in place of potentials."""
     n = logits.shape[-1]
-    for _ in range(ITERS):
-        logits = logits - torch.logsumexp(logits, -1, keepdim=True) - math.log(n)
-        logits = logits - torch.logsumexp(logits, -2, keepdim=True) - math.log(n)
+    for step in range(2 * ITERS):
+        logits = logits - torch.logsumexp(logits, -1 - step % 2, keepdim=True) - math.log(n)
     return logits.exp() * n
 
 
