@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,19 +15,24 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from mhc_inductor.routing import interface
 from mhc_inductor.routing.edit import Edit, Pairs
 from mhc_inductor.routing.interface import Match
+from tests.formulas import laws
 from tests.formulas.gated_norm import GatedNorm, norm_formula
 from tests.formulas.laws import (
+    FORMULAS,
     MHC,
     MHC_PLACES,
     Leaves,
     added,
     attention,
     block,
+    changed,
     check,
     e79,
     e79_leaves,
     filled,
     head,
+    hooked,
+    loop,
     mhc_leaves,
     normal,
     post,
@@ -36,55 +41,64 @@ from tests.formulas.laws import (
     selection_leaves,
 )
 
-SCAN, SELECTION = {"e79_scan": 1}, {"selection_attention": 1}
-
-
-def _hooked(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
-    def apply(t: Tensor) -> Tensor:
-        if t.requires_grad:
-            t.register_hook(hook)
-        return t
-
-    return apply
-
-
-HOOKS: dict[str, Callable[[Tensor], Any]] = {
-    "halve": lambda g: g * 0.5,
-    "clip": lambda g: g.clamp(-0.05, 0.05),
-    "norm": lambda g: g / (g.norm() + 1e-3),
+SCAN, SELECTION, TRAIN = {"e79_scan": 1}, {"selection_attention": 1}, {"modes": ["train"]}
+HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "halve": hooked(lambda g: g * 0.5),
+    "clip": hooked(lambda g: g.clamp(-0.05, 0.05)),
+    "norm": hooked(lambda g: g / (g.norm() + 1e-3)),
 }
+HOOKED = [
+    *(("mhc", place, hook) for place in MHC_PLACES for hook in ("halve", "clip")),
+    *(("e79", f"{name}{t}", hook) for name in "SM" for t in (1, 2, 3) for hook in ("clip", "norm")),
+    *(
+        ("e79", place, hook)
+        for place in ("out0", "out2", "k1", "v1", "delta1", "S0", "kvqm")
+        for hook in ("clip", "norm")
+    ),
+    *(("selection", place, "clip") for place in ("q", "k", "scores", "masked", "weights", "o")),
+]
 
 
-@pytest.mark.parametrize("place", MHC_PLACES)
-@pytest.mark.parametrize("hook", ["halve", "clip"])
-def test_a_hook_inside_a_block(hook: str, place: str) -> None:
-    leaves = {**mhc_leaves(), "y": normal(6, 4, 16, seed=6)}
-    check(lambda p: block(p["x"] + p["y"], p, {place: _hooked(HOOKS[hook])}), leaves, named=["mhc"], modes=["train"])
+@pytest.mark.parametrize(("family", "place", "hook"), HOOKED)
+def test_a_hook_on_a_value_inside_a_formula(family: str, place: str, hook: str) -> None:
+    changed(family, {place: HOOKS[hook]}, fresh=True, **TRAIN)
 
 
-@pytest.mark.parametrize("place", ["h_in", "h_post", "res", "x_out"])
-def test_a_hook_on_a_value_that_is_returned_and_used(place: str) -> None:
+def _kept(family: str, places: Sequence[str], now: str = "", late: str = "", returned: bool = False) -> None:
+    """Checks a formula some of whose values get a hook where they are made, or after all of it, and are returned."""
+
     def program(p: Leaves) -> Any:
         kept: list[Tensor] = []
 
         def keep(t: Tensor) -> Tensor:
             kept.append(t)
-            return _hooked(HOOKS["clip"])(t)
+            return HOOKS[now](t) if now else t
 
-        return block(p["x"], p, {place: keep}), kept[0]
+        out = FORMULAS[family][0](p, dict.fromkeys(places, keep))
+        for t in kept if late else ():
+            HOOKS[late](t)
+        return (out, kept) if returned else out
 
-    check(program, mhc_leaves(), named=["mhc"], modes=["train"])
+    for autograd in (True, False) if late else (True,):
+        check(program, FORMULAS[family][1](), named=[family], autograd=autograd, **TRAIN)
 
 
-@pytest.mark.parametrize("place", ["S1", "M1", "S2", "M2", "S3", "M3", "out0", "out2", "k1", "delta1", "S0", "kvqm"])
-@pytest.mark.parametrize("hook", ["clip", "norm"])
-def test_a_hook_on_a_value_of_a_loop(hook: str, place: str) -> None:
-    def program(p: Leaves) -> Any:
-        p = {**p, "S": p["S"] * 1.0, "kvqm": p["kvqm"] * 1.0}
-        outs, S, M = e79(p, {place: _hooked(HOOKS[hook])})
-        return torch.stack(outs), S, M
+def _retained(t: Tensor) -> Tensor:
+    if t.requires_grad:
+        t.retain_grad()
+    return t
 
-    check(program, e79_leaves(), named=["e79"], modes=["train"])
+
+HOOKS["retain"] = _retained
+
+
+@pytest.mark.parametrize(
+    ("places", "hook"),
+    [(["h_in"], "clip"), (["h_post"], "clip"), (["res"], "clip"), (["x_out"], "clip"), (["h_in", "x_out"], "retain")],
+    ids=str,
+)
+def test_a_hook_on_a_value_that_is_returned_and_used(places: list[str], hook: str) -> None:
+    _kept("mhc", places, now=hook, returned=True)
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["the last state alone", "every state"])
@@ -94,76 +108,22 @@ def test_states_hooked_and_returned(last: bool) -> None:
 
         def keep(t: Tensor) -> Tensor:
             states.append(t)
-            return _hooked(HOOKS["clip"])(t) if not last or len(states) == 3 else t
+            return HOOKS["clip"](t) if not last or len(states) == 3 else t
 
-        outs, _S, _M = e79(p, {f"S{t}": keep for t in (1, 2, 3)})
-        return torch.stack(outs).sum(), states
+        return loop(p, {f"S{t}": keep for t in (1, 2, 3)})[0].sum(), states
 
-    check(program, e79_leaves(), named=["e79"], modes=["train"])
+    check(program, e79_leaves(), named=["e79"], **TRAIN)
 
 
 @pytest.mark.parametrize("which", [["S1"], ["S3"], ["M2"], ["S1", "S2", "S3"], ["out1"]], ids="+".join)
 def test_states_hooked_after_the_loop(which: list[str]) -> None:
     """Hooks the states after the loop, as trainers of recurrences do to clip gradients."""
-
-    def program(p: Leaves) -> Any:
-        states: list[Tensor] = []
-
-        def keep(t: Tensor) -> Tensor:
-            states.append(t)
-            return t
-
-        outs, S, M = e79(p, dict.fromkeys(which, keep))
-        for state in states:
-            _hooked(HOOKS["clip"])(state)
-        return torch.stack(outs), S, M
-
-    check(program, e79_leaves(), named=["e79"], modes=["train"])
-    check(program, e79_leaves(), named=["e79"], modes=["train"], autograd=False)
+    _kept("e79", which, late="clip")
 
 
 @pytest.mark.parametrize("place", ["h_in", "h_post", "res", "z"])
 def test_values_of_a_block_hooked_after_it(place: str) -> None:
-    def program(p: Leaves) -> Any:
-        kept: list[Tensor] = []
-
-        def keep(t: Tensor) -> Tensor:
-            kept.append(t)
-            return t
-
-        out = block(p["x"], p, {place: keep})
-        _hooked(HOOKS["clip"])(kept[0])
-        return out
-
-    check(program, mhc_leaves(), named=["mhc"], modes=["train"])
-    check(program, mhc_leaves(), named=["mhc"], modes=["train"], autograd=False)
-
-
-@pytest.mark.parametrize("place", ["q", "k", "scores", "masked", "weights", "o"])
-def test_a_hook_in_an_attention(place: str) -> None:
-    def program(p: Leaves) -> Any:
-        p = {**p, **{k: p[k] * 1.0 for k in "qkv"}}
-        return attention(p, at={place: _hooked(HOOKS["clip"])})
-
-    check(program, selection_leaves(), named=["selection"], modes=["train"])
-
-
-def test_grads_that_are_retained() -> None:
-    """Calls ``retain_grad`` on values between the parts."""
-
-    def program(p: Leaves) -> Any:
-        kept: list[Tensor] = []
-
-        def keep(t: Tensor) -> Tensor:
-            if t.requires_grad:
-                t.retain_grad()
-            kept.append(t)
-            return t
-
-        out = block(p["x"], p, {"h_in": keep, "x_out": keep})
-        return out, kept[0]
-
-    check(program, mhc_leaves(), named=["mhc"], modes=["train"])
+    _kept("mhc", [place], late="clip")
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -178,13 +138,22 @@ RETURNS: dict[str, Callable[[list[Tensor], Tensor, Tensor], Any]] = {
     "cat and last": lambda outs, S, M: (torch.cat(outs), outs[-1]),
     "states": lambda outs, S, M: (S, M, S + M),
     "state twice": lambda outs, S, M: (S, S, M),
+    "two stacks": lambda outs, S, M: (torch.stack(outs), torch.stack(outs), torch.stack(outs, 1)),
+    "cat and stack": lambda outs, S, M: (torch.cat(outs), torch.stack(outs)),
+    "stack of views": lambda outs, S, M: (torch.stack([o[:, :2] for o in outs]), torch.stack(outs)),
+    "stack of all of a view": lambda outs, S, M: (torch.stack([o[:, :] for o in outs]), torch.stack(outs)),
+    "views": lambda outs, S, M: (outs[-1], outs[-1].view(-1), S, S.mT, torch.stack(outs)),
+    "twice": lambda outs, S, M: (S, S, outs[0], outs[0]),
+    "written last": lambda outs, S, M: (torch.stack(outs), outs[-1].mul_(2.0), outs[1] * 1.0),
+    "written stack": lambda outs, S, M: (torch.stack(outs).mul_(2.0), outs[-1] * 1.0),
+    "written view": lambda outs, S, M: (torch.stack(outs), outs[0][0].zero_(), outs[0] * 2.0),
 }
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("how", RETURNS)
 def test_outputs_of_a_loop_share_memory_as_before(how: str, batch: int) -> None:
-    check(lambda p: RETURNS[how](*e79(p)), e79_leaves(batch=batch), named=["e79"])
+    check(lambda p: RETURNS[how](*e79(p)), e79_leaves(batch=batch), routed=SCAN)
 
 
 def test_two_equal_loops_are_no_aliases() -> None:
@@ -195,20 +164,17 @@ def test_two_equal_loops_are_no_aliases() -> None:
     check(program, e79_leaves(), named=["e79"])
 
 
-def test_two_equal_blocks_are_no_aliases() -> None:
-    check(lambda p: (block(p["x"], p), block(p["x"], p), head(p["x"], p), head(p["x"], p)), mhc_leaves(), named=["mhc"])
+ALIASES: dict[str, tuple[str, Callable[[Leaves], Any]]] = {
+    "two equal blocks": ("mhc", lambda p: (block(p["x"], p), block(p["x"], p), head(p["x"], p), head(p["x"], p))),
+    "two equal attentions": ("selection", lambda p: (sdpa(p), sdpa(p))),
+    "parts of a block": ("mhc", lambda p: (h := pre(p["x"], p), h[0].unsqueeze(0), h[2].transpose(-1, -2))),
+}
 
 
-def test_two_equal_attentions_are_no_aliases() -> None:
-    check(lambda p: (sdpa(p), sdpa(p)), selection_leaves(), named=["selection"])
-
-
-def test_parts_of_a_block_returned() -> None:
-    def program(p: Leaves) -> Any:
-        h_in, h_post, res = pre(p["x"], p)
-        return h_in, h_post, res, h_in.unsqueeze(0), res.transpose(-1, -2)
-
-    check(program, mhc_leaves(), named=["mhc"])
+@pytest.mark.parametrize("how", ALIASES)
+def test_results_share_memory_as_before(how: str) -> None:
+    family, program = ALIASES[how]
+    check(program, FORMULAS[family][1](), named=[family])
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
@@ -219,26 +185,21 @@ def test_streams_returned_with_what_is_made_of_them(tokens: int) -> None:
 # --- what requires grad, and what gets no gradient ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "frozen",
-    [["phi"], ["alpha"], ["bias"], ["gamma"], ["x"], ["w"], ["phi", "alpha", "bias", "gamma"], ["x", "phi"]],
-    ids=lambda names: "+".join(names),
-)
-def test_frozen_inputs_of_a_block_get_no_gradient(frozen: list[str]) -> None:
-    check(lambda p: block(p["x"], p), mhc_leaves(), routed=MHC, modes=["train"], frozen=frozen)
+FROZEN = [
+    *(("mhc", names) for names in ["phi", "alpha", "bias", "gamma", "x", "w", "phi alpha bias gamma", "x phi"]),
+    *(("e79", names) for names in ["kvqm", "S M", "b_s", "kvqm b_s S M", "kvqm b_s b_m"]),
+    *(("selection", names) for names in ["q", "k", "v", "q k", "k v"]),
+]
+
+
+@pytest.mark.parametrize(("family", "frozen"), FROZEN)
+def test_frozen_inputs_get_no_gradient(family: str, frozen: str) -> None:
+    program, leaves, _ = FORMULAS[family]
+    routed = {"mhc": MHC, "e79": SCAN, "selection": SELECTION}[family]
+    check(sdpa if family == "selection" else program, leaves(), routed=routed, frozen=frozen.split(), **TRAIN)
 
 
 PARTS = {"pre": slice(0, 4), "post": slice(4, 8), "res": slice(8, 24)}
-
-
-def _packed(trained: list[str], name: str) -> Callable[[Leaves], Any]:
-    """Returns a program whose phi, alpha or bias is concatenated from three parts, some of them constants."""
-
-    def program(p: Leaves) -> Any:
-        parts = [p[f"{name}_{k}"] for k in PARTS]
-        return block(p["x"], {**p, name: torch.cat(parts)})
-
-    return program
 
 
 def _part_leaves(name: str) -> Leaves:
@@ -251,8 +212,10 @@ def _part_leaves(name: str) -> Leaves:
 @pytest.mark.parametrize("name", ["phi", "bias", "alpha"])
 @pytest.mark.parametrize("trained", ["pre", "post", "res"])
 def test_one_part_of_a_parameter_trains(trained: str, name: str) -> None:
+    """Concatenates phi, alpha or bias from three parts, two of them constants."""
+    program = lambda p: block(p["x"], {**p, name: torch.cat([p[f"{name}_{k}"] for k in PARTS])})  # noqa: E731
     frozen = [f"{name}_{k}" for k in PARTS if k != trained] + ["x", "w", "phi", "bias", "alpha"]
-    check(_packed([trained], name), _part_leaves(name), named=["mhc"], modes=["train"], frozen=frozen)
+    check(program, _part_leaves(name), named=["mhc"], modes=["train"], frozen=frozen)
 
 
 def _separate(p: Leaves) -> tuple[Tensor, Tensor, Tensor]:
@@ -273,32 +236,68 @@ def _separate_leaves() -> Leaves:
     return leaves
 
 
-@pytest.mark.parametrize("trained", ["phi_pre", "phi_post", "phi_res", "bias_pre", "bias_res", "alpha_post", "x"])
+ONE = ["phi_pre", "phi_post", "phi_res", "bias_pre", "bias_res", "alpha_post", "x"]
+ROLES = ["", "pre", "post", "res", "pre res", "pre post res"]
+
+
+@pytest.mark.parametrize("trained", [*ONE, *ROLES, *(f"{roles} x" for roles in ROLES)])
 def test_outputs_require_grad_only_where_a_part_of_theirs_trains(trained: str) -> None:
-    leaves = _separate_leaves()
-    check(_separate, leaves, named=["mhc"], modes=["train"], frozen=[k for k in leaves if k != trained])
+    """Trains one leaf, or phi, alpha and bias of some roles."""
+    leaves, names = _separate_leaves(), trained.split()
+    frozen = [k for k in leaves if k not in names and k.partition("_")[2] not in names]
+    if trained in ONE:
+        check(_separate, leaves, named=["mhc"], modes=["train"], frozen=frozen)
+    else:
+        check(_separate, leaves, routed={"mhc_pre": 1}, frozen=frozen)
+
+
+@pytest.mark.parametrize("trained", ["pre", "post", "res", "pre post res"])
+@pytest.mark.parametrize("cut", ["pre", "post", "res", "post res"])
+def test_parts_behind_a_detach_get_no_gradient(cut: str, trained: str) -> None:
+    def program(p: Leaves) -> Tensor:
+        made = dict(zip(ROLES[1:4], _separate(p), strict=True))
+        h_in, h_post, res = (t.detach() if role in cut.split() else t for role, t in made.items())
+        return h_post.unsqueeze(-1) * torch.tanh(h_in).unsqueeze(-2) + res @ p["x"]
+
+    leaves, names = _separate_leaves(), [*trained.split(), "x"]
+    frozen = [k for k in leaves if k not in names and k.partition("_")[2] not in names]
+    assert check(program, leaves, modes=["train"], frozen=frozen).ops["mhc_pre"] == 1
+
+
+def test_truncated_backpropagation_over_coefficients() -> None:
+    """Carries h_post of frozen parts from one chunk to the next: it must have no autograd graph."""
+    p = {k: t.requires_grad_(k.endswith("_pre")) for k, t in _separate_leaves().items()}
+    found = laws.Compiled(autograd=False)
+
+    def step(x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        h_in, h_post, _ = _separate({**p, "x": x})
+        return (h_in * before.unsqueeze(-1).sum(-2)).sum(), h_post
+
+    torch._dynamo.reset()
+    compiled, carried = torch.compile(step, backend=found.backend), torch.ones(6, 4, dtype=torch.float64)
+    for _ in range(3):
+        loss, carried = compiled(p["x"], carried)
+        assert not carried.requires_grad and found.ops["mhc_pre"]
+        loss.backward()
 
 
 @pytest.mark.parametrize("trained", ["b_s", "b_m", "M"])
 def test_results_of_one_step_require_grad_only_where_a_part_of_theirs_trains(trained: str) -> None:
     """The outputs and S of a single step depend on no b_m."""
-
-    def program(p: Leaves) -> Any:
-        outs, S, M = e79(p)
-        return torch.stack(outs), S, M
-
     leaves = e79_leaves(1)
-    check(program, leaves, named=["e79"], modes=["train"], frozen=[k for k in leaves if k != trained])
+    check(loop, leaves, named=["e79"], modes=["train"], frozen=[k for k in leaves if k != trained])
 
 
+@pytest.mark.parametrize("separate", [True, False])
 @pytest.mark.parametrize("used", [[0], [1], [2], [0, 1], [1, 2]], ids=str)
-def test_parts_that_no_output_needs_get_no_gradient(used: list[int]) -> None:
-    check(lambda p: [_separate(p)[i] for i in used], _separate_leaves(), named=["mhc"], modes=["train"])
-
-
-@pytest.mark.parametrize("used", [[0], [1], [2], [1, 2]], ids=str)
-def test_inputs_of_a_block_that_no_output_needs_get_no_gradient(used: list[int]) -> None:
-    check(lambda p: [pre(p["x"], p)[i] for i in used], mhc_leaves(), named=["mhc"], modes=["train"])
+def test_parts_that_no_output_needs_get_no_gradient(used: list[int], separate: bool) -> None:
+    formula = _separate if separate else lambda p: pre(p["x"], p)
+    check(
+        lambda p: [formula(p)[i] for i in used],
+        _separate_leaves() if separate else mhc_leaves(),
+        named=["mhc"],
+        **TRAIN,
+    )
 
 
 class _Zeros(GatedNorm):
@@ -336,47 +335,11 @@ def test_inputs_of_a_loop_that_no_output_needs_get_no_gradient(used: str) -> Non
     check(program, e79_leaves(1), named=["e79"], modes=["train"])
 
 
-@pytest.mark.parametrize(
-    "frozen", [["kvqm"], ["S", "M"], ["b_s"], ["kvqm", "b_s", "S", "M"], ["kvqm", "b_s", "b_m"]], ids="+".join
-)
-def test_frozen_inputs_of_a_loop(frozen: list[str]) -> None:
-    def program(p: Leaves) -> Any:
-        outs, S, M = e79(p)
-        return torch.stack(outs), S, M
-
-    check(program, e79_leaves(), routed=SCAN, modes=["train"], frozen=frozen)
-
-
-@pytest.mark.parametrize("frozen", [["q"], ["k"], ["v"], ["q", "k"], ["k", "v"]], ids="+".join)
-def test_frozen_inputs_of_an_attention(frozen: list[str]) -> None:
-    check(sdpa, selection_leaves(), routed=SELECTION, modes=["train"], frozen=frozen)
-
-
-def _slices(p: Leaves) -> list[Tensor]:
-    """Computes k, v, q and m from separate projections, some of which may be frozen."""
-    return [p[name] for name in ("k", "v", "q", "m")]
-
-
-@pytest.mark.parametrize("trained", ["k", "v", "q", "m"])
-def test_one_projection_of_a_loop_trains(trained: str) -> None:
-    leaves = e79_leaves()
-    whole = leaves.pop("kvqm")
-    leaves |= {name: t.clone() for name, t in zip("kvqm", whole.split(4, -1), strict=True)}
-
-    def program(p: Leaves) -> Any:
-        outs, S, M = e79({**p, "kvqm": torch.cat(_slices(p), -1)})
-        return torch.stack(outs), S, M
-
-    check(program, leaves, named=["e79"], modes=["train"], frozen=[k for k in leaves if k != trained])
-
-
 def test_truncated_backpropagation_through_chunks() -> None:
     """Starts the second chunk from detached states of the first; each chunk has its own backward."""
-    from tests.formulas.laws import Compiled
 
     def chunk(kvqm: Tensor, S: Tensor, M: Tensor, b_s: Tensor, b_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        outs, S, M = e79({"kvqm": kvqm, "S": S, "M": M, "b_s": b_s, "b_m": b_m})
-        return torch.stack(outs), S, M
+        return loop({"kvqm": kvqm, "S": S, "M": M, "b_s": b_s, "b_m": b_m})
 
     def train(call: Callable[..., Any], state_grad: bool) -> list[Tensor]:
         p = {k: t.clone().requires_grad_(k.startswith("b_")) for k, t in e79_leaves(6).items()}
@@ -390,11 +353,9 @@ def test_truncated_backpropagation_through_chunks() -> None:
 
     for state_grad in (False, True):
         torch._dynamo.reset()
-        compiled = Compiled()
-        got, want = (
-            train(torch.compile(chunk, backend=compiled.backend, dynamic=False), state_grad),
-            train(chunk, state_grad),
-        )
+        compiled = laws.Compiled()
+        got = train(torch.compile(chunk, backend=compiled.backend, dynamic=False), state_grad)
+        want = train(chunk, state_grad)
         assert len(got) == len(want) and all(torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(got, want, strict=True))
         assert compiled.ops["e79_scan"]
 
@@ -406,11 +367,6 @@ def test_detached_streams_or_parameters() -> None:
 
 
 # --- checkpoint ---------------------------------------------------------------------------------------------
-
-
-def _policy(ctx: Any, op: Any, *args: Any, names: tuple[str, ...] = (), **kwargs: Any) -> CheckpointPolicy:
-    save = str(op).removeprefix("mhc_inductor.").removesuffix(".default") in names
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 POLICIES: dict[str, tuple[str, ...] | None] = {
@@ -427,46 +383,35 @@ def checkpointed(fn: Callable[..., Any], policy: str, *given: Any) -> Any:
     names = POLICIES[policy]
     if names is None:
         return checkpoint(fn, *given, use_reentrant=False)
-    chosen = functools.partial(_policy, names=names)
+
+    def chosen(ctx: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        save = str(op).removeprefix("mhc_inductor.").removesuffix(".default") in names
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
     context = functools.partial(create_selective_checkpoint_contexts, chosen)
     return checkpoint(fn, *given, use_reentrant=False, context_fn=context)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_checkpointed_blocks_give_the_same(policy: str) -> None:
-    def program(p: Leaves) -> Any:
-        def two(x: Tensor) -> Tensor:
-            return block(block(x, p), p)
-
-        return checkpointed(two, policy, p["x"])
-
-    check(program, mhc_leaves(), named=["mhc"], modes=["train"])
+    check(lambda p: checkpointed(lambda x: block(block(x, p), p), policy, p["x"]), mhc_leaves(), named=["mhc"], **TRAIN)
 
 
 @pytest.mark.parametrize("policy", ["pre and post", "pre"])
 def test_what_a_policy_saves_is_not_computed_again(policy: str) -> None:
     """Checks that the backward graph runs no forward of a saved op."""
+    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    from tests.formulas.laws import Compiled, observe
-
     counted: list[list[str]] = []
 
-    def note(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def boxed(gm: torch.fx.GraphModule, _: Any) -> Any:
         counted.append([str(n.target) for n in gm.graph.nodes if str(n.target).startswith("mhc_inductor.")])
-        return gm.forward
-
-    from functorch.compile import make_boxed_func
-
-    def boxed(gm: torch.fx.GraphModule, example: Any) -> Any:
-        return make_boxed_func(note(gm, example))
-
-    compiled = Compiled()
+        return make_boxed_func(gm.forward)
 
     def backend(gm: torch.fx.GraphModule, example: Any) -> Any:
-        compiled.autograd = False
-        compiled.backend(gm, example)
+        laws.Compiled(autograd=False).backend(gm, example)
         inner = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=min_cut_rematerialization_partition)
         return inner(gm, example)
 
@@ -474,7 +419,7 @@ def test_what_a_policy_saves_is_not_computed_again(policy: str) -> None:
         return checkpointed(lambda x: block(block(x, p), p), policy, p["x"])
 
     torch._dynamo.reset()
-    got = observe(torch.compile(program, backend=backend, dynamic=False), mhc_leaves())
+    got = laws.observe(torch.compile(program, backend=backend, dynamic=False), mhc_leaves())
     assert not got.error, got.error
     forward, backward = counted
     again = [op for op in backward if "backward" not in op]
@@ -487,14 +432,8 @@ def test_what_a_policy_saves_is_not_computed_again(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["none", "matmuls"])
 def test_checkpointed_loops_and_attentions_give_the_same(policy: str) -> None:
-    def loop(p: Leaves) -> Any:
-        def inner(kvqm: Tensor) -> Any:
-            outs, S, M = e79({**p, "kvqm": kvqm})
-            return torch.stack(outs), S, M
-
-        return checkpointed(inner, policy, p["kvqm"])
-
-    check(loop, e79_leaves(), named=["e79"], modes=["train"])
+    again = lambda p: checkpointed(lambda kvqm: loop({**p, "kvqm": kvqm}), policy, p["kvqm"])  # noqa: E731
+    check(again, e79_leaves(), named=["e79"], modes=["train"])
     check(lambda p: checkpointed(lambda q: sdpa({**p, "q": q}), policy, p["q"]), selection_leaves(), modes=["train"])
 
 
@@ -526,9 +465,7 @@ BEFORE: dict[str, Callable[[Leaves], Tensor]] = {
 @pytest.mark.parametrize("region", [_region, _regions])
 @pytest.mark.parametrize("before", BEFORE)
 def test_inputs_of_a_region_without_gradients(before: str, region: Callable[[Leaves], Tensor]) -> None:
-    def program(p: Leaves) -> Any:
-        return checkpoint(region, {**p, "q": BEFORE[before](p)}, use_reentrant=False)
-
+    program = lambda p: checkpoint(region, {**p, "q": BEFORE[before](p)}, use_reentrant=False)  # noqa: E731
     leaves, trained = selection_leaves(empty=True), before.endswith("trained")
     how: dict[str, Any] = {"unrouted": "selection_attention"} if trained else {"routed": SELECTION}
     check(program, leaves, modes=["train"], frozen="qk", **how)
@@ -536,20 +473,15 @@ def test_inputs_of_a_region_without_gradients(before: str, region: Callable[[Lea
 
 
 def test_an_input_of_a_region_that_gets_a_gradient_inside() -> None:
-    def program(p: Leaves) -> Any:
-        return checkpoint(lambda q: _region({**p, "q": q * p["v"].mean()}), p["q"], use_reentrant=False)
-
+    inside = lambda p: lambda q: _region({**p, "q": q * p["v"].mean()})  # noqa: E731
+    program = lambda p: checkpoint(inside(p), p["q"], use_reentrant=False)  # noqa: E731
     check(program, selection_leaves(empty=True), modes=["train"], frozen="qk", unrouted="selection_attention")
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_mask_that_is_passed_to_a_region_is_named_as_trained_if_it_is(trained: bool) -> None:
-    def program(p: Leaves) -> Any:
-        def fill(scores: Tensor, mask: Tensor) -> Tensor:
-            return scores + p["mask"]
-
-        return checkpoint(lambda q: attention({**p, "q": q}, fill=fill), p["q"], use_reentrant=False)
-
+    attend = lambda p: lambda q: attention({**p, "q": q}, fill=lambda scores, _: scores + p["mask"])  # noqa: E731
+    program = lambda p: checkpoint(attend(p), p["q"], use_reentrant=False)  # noqa: E731
     leaves = {**selection_leaves(), "mask": normal(2, 4, 6, 12, seed=25)}
     found = check(program, leaves, modes=["train"], frozen=() if trained else ["mask"], unrouted="selection_attention")
     assert ("is trained" in found.near["selection_attention"]) == trained
@@ -566,10 +498,7 @@ def test_results_of_a_loop_written_before_the_backward(used: str) -> None:
 
 
 def test_a_bias_written_before_the_backward() -> None:
-    def program(p: Leaves) -> Any:
-        p = {**p, "bias": p["bias"] * 2}
-        return block(p["x"], p), p["bias"]
-
+    program = lambda p: (block(p["x"], {**p, "bias": (bias := p["bias"] * 2)}), bias)  # noqa: E731
     check(program, mhc_leaves(), named=["mhc"], modes=["train"])
 
 
@@ -609,14 +538,6 @@ def test_a_result_of_a_loop_written_through_its_data_before_the_backward(which: 
     check(program, e79_leaves(), named=["e79"], modes=["train"], steps=False)
 
 
-def _added_straight(t: Tensor, e: Tensor) -> Tensor:
-    return t + (e - e.detach())
-
-
-def _multiplied_straight(t: Tensor, e: Tensor) -> Tensor:
-    return t * ((e + 8.0) / (e + 8.0).detach())
-
-
 def _overwritten(t: Tensor, e: Tensor) -> Tensor:
     y = t * 0.5 + e
     with torch.no_grad():
@@ -624,18 +545,18 @@ def _overwritten(t: Tensor, e: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("place", MHC_PLACES)
-@pytest.mark.parametrize("how", [_added_straight, _multiplied_straight, _overwritten], ids=lambda f: f.__name__)
-def test_a_gradient_without_a_value_passes_a_block(how: Callable[[Tensor, Tensor], Tensor], place: str) -> None:
+STRAIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added": lambda t, e: t + (e - e.detach()),
+    "multiplied": lambda t, e: t * ((e + 8.0) / (e + 8.0).detach()),
+    "overwritten": _overwritten,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "place"), [*(("mhc", place) for place in MHC_PLACES), *(("selection", place) for place in "qkv")]
+)
+@pytest.mark.parametrize("how", STRAIGHT)
+def test_a_gradient_without_a_value_passes_a_formula(how: str, family: str, place: str) -> None:
     """Straight-through estimators: no value depends on e, but e gets a gradient that is not zero."""
-    leaves = {**mhc_leaves(), "e": normal(6, seed=7)}
-    check(lambda p: block(p["x"], p, {place: lambda t: how(t, p["e"].mean())}), leaves, named=["mhc"], modes=["train"])
-
-
-@pytest.mark.parametrize("how", [_added_straight, _multiplied_straight, _overwritten], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("place", ["q", "k", "v"])
-def test_a_gradient_without_a_value_passes_an_attention(how: Callable[[Tensor, Tensor], Tensor], place: str) -> None:
-    def program(p: Leaves) -> Tensor:
-        return attention({**p, place: how(p[place], p["e"].mean())})
-
-    check(program, {**selection_leaves(), "e": normal(6, seed=7)}, named=["selection"], modes=["train"])
+    at = lambda p: {place: lambda t: STRAIGHT[how](t, p["e"].mean())}  # noqa: E731
+    changed(family, at, more={"e": normal(6, seed=7)}, **TRAIN)

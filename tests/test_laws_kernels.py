@@ -147,11 +147,6 @@ def test_gradients_that_are_asked_for(frozen: str, nan: bool, kernel: str) -> No
     check(_called, leaves, routed=ROUTED, frozen=frozen)
 
 
-def _strided(p: Leaves) -> Tensor:
-    """Returns attention with features that are not adjacent in memory, for which PyTorch takes no fused kernel."""
-    return _called({**p, "v": p["v"].mT.contiguous().mT})
-
-
 def _grouped(p: Leaves) -> Tensor:
     def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k[:, ::2], v[:, ::2], mask, scale=0.5, enable_gqa=True)
@@ -159,9 +154,16 @@ def _grouped(p: Leaves) -> Tensor:
     return sdpa(p, given=_adding(LOWEST[torch.float64]), call=call)
 
 
-@pytest.mark.parametrize("program", [_strided, _grouped])
-def test_ways_to_call_it(program: Callable[[Leaves], Any]) -> None:
-    check(program, _leaves(), routed=ROUTED)
+CALLS: dict[str, Callable[[Leaves], Tensor]] = {
+    # Features that are not adjacent in memory, for which PyTorch takes no fused kernel.
+    "strided": lambda p: _called({**p, "v": p["v"].mT.contiguous().mT}),
+    "grouped": _grouped,
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_ways_to_call_it(how: str) -> None:
+    check(CALLS[how], _leaves(), routed=ROUTED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -192,11 +194,6 @@ def test_an_exported_program_may_run_where_other_kernels_are_chosen() -> None:
     assert not report.routed and ["exported" in miss.reason for miss in report.near_misses] == [True], report
 
 
-def _chosen(p: Leaves) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return _called(p)
-
-
 def _switched(p: Leaves) -> Tensor:
     torch.backends.cuda.enable_flash_sdp(False)
     o = _called(p)
@@ -204,47 +201,40 @@ def _switched(p: Leaves) -> Tensor:
     return o
 
 
-def _chosen_around_a_region(p: Leaves) -> Tensor:
+def _chosen(p: Leaves, region: bool = False) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
-        return checkpoint(lambda q: _called({**p, "q": q}), p["q"], use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(lambda q: _called({**p, "q": q}), p["q"], use_reentrant=False) if region else _called(p)
 
 
 def _autocast(p: Leaves) -> Tensor:
-    """Returns attention whose mask autocast rounds to -inf."""
     with torch.autocast("cpu", torch.bfloat16):
         return _called({**p, "v": p["v"].float()})
 
 
-def _wider(p: Leaves) -> Tensor:
-    """Returns attention whose mask would be -inf in the dtype of q."""
-    return sdpa(p, given=_adding(LOWEST[torch.float32], torch.float32))
+def _late(p: Leaves) -> Tensor:
+    return torch.arange(p["k"].shape[1]) > torch.arange(p["q"].shape[1])[:, None] + 5
 
 
-def _two_fills(p: Leaves) -> Tensor:
-    late = torch.arange(p["k"].shape[1]) > torch.arange(p["q"].shape[1])[:, None] + 5
-    return sdpa(p, given=lambda m: _adding(LOWEST[torch.float64])(m).masked_fill(late, -torch.inf))
+LOW = _adding(LOWEST[torch.float64])
+UNKNOWN: dict[str, tuple[Callable[[Leaves], Tensor], torch.dtype]] = {
+    "a kernel that is chosen": (_chosen, torch.float64),
+    "kernels that are switched": (_switched, torch.float64),
+    "a kernel that is chosen around a region": (lambda p: _chosen(p, region=True), torch.float64),
+    "a mask that autocast rounds to -inf": (_autocast, torch.float32),
+    "a mask that would be -inf in the dtype of q": (
+        lambda p: sdpa(p, given=_adding(LOWEST[torch.float32], torch.float32)),
+        torch.bfloat16,
+    ),
+    "two fills": (lambda p: sdpa(p, given=lambda m: LOW(m).masked_fill(_late(p), -torch.inf)), torch.float64),
+    "a fill twice": (lambda p: sdpa(p, given=lambda m: LOW(m) + LOW(m)), torch.float64),
+    "a mask that trains": (
+        lambda p: sdpa(p, given=lambda m: LOW(m) + p["k"].sum(-1)[:, None, None, :, 0]),
+        torch.float64,
+    ),
+}
 
 
-def _added_twice(p: Leaves) -> Tensor:
-    return sdpa(p, given=lambda m: _adding(LOWEST[torch.float64])(m) + _adding(LOWEST[torch.float64])(m))
-
-
-def _trained(p: Leaves) -> Tensor:
-    return sdpa(p, given=lambda m: _adding(LOWEST[torch.float64])(m) + p["k"].sum(-1)[:, None, None, :, 0])
-
-
-@pytest.mark.parametrize(
-    ("program", "dtype"),
-    [
-        (_chosen, torch.float64),
-        (_switched, torch.float64),
-        (_chosen_around_a_region, torch.float64),
-        (_autocast, torch.float32),
-        (_wider, torch.bfloat16),
-        (_two_fills, torch.float64),
-        (_added_twice, torch.float64),
-        (_trained, torch.float64),
-    ],
-)
-def test_what_is_not_known_stays(program: Callable[[Leaves], Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_what_is_not_known_stays(what: str) -> None:
+    program, dtype = UNKNOWN[what]
     check(program, _leaves(dtype), unrouted="selection_attention")

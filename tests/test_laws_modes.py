@@ -15,15 +15,17 @@ from tests.formulas.laws import (
     MHC,
     MHC_PLACES,
     Leaves,
-    attention,
     block,
+    changed,
     check,
     e79,
     e79_leaves,
+    loop,
     mhc_leaves,
     post,
     pre,
     sdpa,
+    selected,
     selection_leaves,
 )
 
@@ -48,7 +50,7 @@ def under(mode: str, change: Callable[[Tensor], Tensor] = torch.tanh) -> Callabl
 @pytest.mark.parametrize("mode", MODES)
 def test_a_parameter_made_under_a_mode(place: str, mode: str) -> None:
     """Makes one parameter in a mode, so that it may not take part in autograd."""
-    check(lambda p: block(p["x"], p, {place: under(mode)}), mhc_leaves(), routed=MHC)
+    changed("mhc", {place: under(mode)}, routed=MHC)
 
 
 @pytest.mark.parametrize("place", ["phi", "alpha", "bias", "gamma"])
@@ -84,14 +86,21 @@ def test_an_input_made_without_grad_between_norm_and_projection() -> None:
     check(program, mhc_leaves(), routed={"mhc_pre": 1})
 
 
-@pytest.mark.parametrize("place", MHC_PLACES)
-def test_a_value_inside_a_block_goes_through_no_grad(place: str) -> None:
-    check(lambda p: block(p["x"], p, {place: under("no_grad", lambda t: t * 1.0)}), mhc_leaves(), named=["mhc"])
+COPIED = [
+    *(("mhc", place) for place in MHC_PLACES),
+    *(("e79", place) for place in ["kvqm", "b_s", "b_m", "S0", "M0", "k1", "delta1", "S1", "M2", "S3", "out1"]),
+    *(("selection", place) for place in ["q", "k", "v", "mask", "scores", "weights", "o"]),
+]
+
+
+@pytest.mark.parametrize(("family", "place"), COPIED)
+def test_a_value_inside_a_formula_goes_through_no_grad(family: str, place: str) -> None:
+    changed(family, {place: under("no_grad", lambda t: t & True if t.dtype == torch.bool else t * 1.0)})
 
 
 @pytest.mark.parametrize("place", ["inv", "h_post", "res", "h_in", "f", "z", "v"])
 def test_a_value_inside_a_block_is_detached(place: str) -> None:
-    check(lambda p: block(p["x"], p, {place: lambda t: t.detach()}), mhc_leaves(), named=["mhc"])
+    changed("mhc", {place: lambda t: t.detach()})
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
@@ -128,28 +137,8 @@ def test_enable_grad_inside_no_grad() -> None:
     check(program, mhc_leaves(), routed={"mhc_pre": 2, "mhc_post": 2})
 
 
-@pytest.mark.parametrize("place", ["kvqm", "b_s", "b_m", "S0", "M0", "k1", "delta1", "S1", "M2", "S3", "out1"])
-def test_a_value_of_a_loop_made_without_grad(place: str) -> None:
-    def program(p: Leaves) -> Any:
-        outs, S, M = e79(p, {place: under("no_grad", lambda t: t * 1.0)})
-        return torch.stack(outs), S, M
-
-    check(program, e79_leaves(), named=["e79"])
-
-
-@pytest.mark.parametrize("place", ["q", "k", "v", "mask", "scores", "weights", "o"])
-def test_a_value_of_an_attention_made_without_grad(place: str) -> None:
-    change = (lambda t: t & True) if place == "mask" else (lambda t: t * 1.0)
-    check(lambda p: attention(p, at={place: under("no_grad", change)}), selection_leaves(), named=["selection"])
-
-
 def test_a_mask_made_without_grad_is_routed() -> None:
-    def program(p: Leaves) -> Any:
-        with torch.no_grad():
-            t, x = torch.arange(p["k"].shape[1]), p["ranges"]
-            mask = ((t >= x[..., 0:1]) & (t < x[..., 1:2])).any(-2)
-        return sdpa(p, lambda _: mask)
-
+    program = lambda p: sdpa(p, lambda p: torch.no_grad()(selected)(p))  # noqa: E731
     check(program, selection_leaves(), routed={"selection_attention": 1})
 
 
@@ -175,7 +164,6 @@ def test_a_step_without_grad_and_one_with_it() -> None:
 
 # --- autocast -----------------------------------------------------------------------------------------------
 
-LOW = {"dtype": torch.bfloat16, "device_type": "cpu"}
 NARROW = 4e-2  # bf16 products that eager rounds at other places
 
 
@@ -218,11 +206,7 @@ def test_autocast_disabled_around_the_coefficients_only() -> None:
 
 
 def test_autocast_around_a_loop_and_an_attention() -> None:
-    def program(p: Leaves) -> Any:
-        outs, S, M = e79(p)
-        return torch.stack(outs), S, M
-
-    check(program, e79_leaves(dtype=torch.float32), named=["e79"], around=_autocast, tolerance=NARROW)
+    check(loop, e79_leaves(dtype=torch.float32), named=["e79"], around=_autocast, tolerance=NARROW)
     check(sdpa, selection_leaves(dtype=torch.float32), named=["selection"], around=_autocast, tolerance=NARROW)
 
 

@@ -17,9 +17,11 @@ from tests.formulas.laws import (
     Leaves,
     attention,
     block,
+    changed,
     check,
-    e79,
     e79_leaves,
+    hooked,
+    loop,
     mhc_leaves,
     normal,
     post,
@@ -30,6 +32,7 @@ from tests.formulas.laws import (
 from tests.formulas.laws_writes import PLAIN, UNRECORDED, WRITES, written
 
 TWICE = {op: 2 for op in MHC}
+THREE = ["imul", "packet", "relu_by_position"]
 
 
 def _between(write: Callable[[Tensor], Tensor]) -> Callable[[Leaves], Any]:
@@ -75,18 +78,12 @@ def test_streams_written_in_inference_mode_between_two_blocks(name: str) -> None
 
 @pytest.mark.parametrize("name", WRITES)
 def test_a_write_without_grad_after_a_block_leaves_it_routed(name: str) -> None:
-    def program(p: Leaves) -> Any:
-        return written(WRITES[name], False)(block(p["x"], p))
-
-    check(program, mhc_leaves(), routed=MHC)
+    check(lambda p: written(WRITES[name], False)(block(p["x"], p)), mhc_leaves(), routed=MHC)
 
 
 @pytest.mark.parametrize("name", ["imul", "relu_by_position", "packet", "out", "foreach", "setitem", "view_written"])
 def test_a_write_without_grad_before_a_block_leaves_it_routed(name: str) -> None:
-    def program(p: Leaves) -> Any:
-        return block(written(WRITES[name], False)(p["x"] * 1.5), p)
-
-    check(program, mhc_leaves(), routed=MHC)
+    check(lambda p: block(written(WRITES[name], False)(p["x"] * 1.5), p), mhc_leaves(), routed=MHC)
 
 
 @pytest.mark.parametrize("name", ["imul", "leaky_relu_by_position", "packet", "out", "setitem", "custom_op_other"])
@@ -108,13 +105,23 @@ PLACES = ["h_in", "f", "h_post", "res", "mixed", "z", "h_pre", "logits", "x_out"
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["imul", "leaky_relu_by_position"])
 def test_values_inside_a_block_written(name: str, place: str, grad: bool) -> None:
-    check(lambda p: block(p["x"], p, {place: written(WRITES[name], grad)}), mhc_leaves(), named=["mhc"])
+    changed("mhc", {place: written(WRITES[name], grad)})
 
 
-@pytest.mark.parametrize("place", ["h_in", "h_post"])
-@pytest.mark.parametrize("name", ["packet", "custom_op", "out_of_view", "foreach_copy", "allow_in_graph"])
-def test_values_inside_a_block_written_by_name(name: str, place: str) -> None:
-    check(lambda p: block(p["x"] * 1.0, p, {place: written(WRITES[name], False)}), mhc_leaves(), named=["mhc"])
+NAMED = [
+    *(
+        ("mhc", place, name)
+        for place in ("h_in", "h_post")
+        for name in ["packet", "custom_op", "out_of_view", "foreach_copy", "allow_in_graph"]
+    ),
+    *(("e79", "S2", name) for name in ["packet", "custom_op", "out", "foreach", "allow_in_graph", "set_data"]),
+    *(("selection", place, name) for place in ["q", "k", "v", "scores", "masked", "weights", "o"] for name in THREE),
+]
+
+
+@pytest.mark.parametrize(("family", "place", "name"), NAMED)
+def test_values_inside_a_formula_written_without_grad(family: str, place: str, name: str) -> None:
+    changed(family, {place: written(WRITES[name], False)}, fresh=True)
 
 
 @pytest.mark.parametrize("name", ["imul", "packet", "custom_op", "out", "foreach", "hardtanh_by_position", "setitem"])
@@ -142,35 +149,17 @@ def test_parameters_written_between_two_blocks(name: str, leaf: str) -> None:
     check(program, mhc_leaves(), named=["mhc"], modes=["no_grad"])
 
 
-E79_PLACES = ["S1", "M2", "S3", "M3", "out0", "k1", "delta1", "kvqm", "S0"]
-
-
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("place", E79_PLACES)
-@pytest.mark.parametrize("name", ["imul"])
-def test_values_of_a_loop_written(name: str, place: str, grad: bool) -> None:
-    def program(p: Leaves) -> Any:
-        p = {k: t * 1.0 for k, t in p.items()}
-        outs, S, M = e79(p, {place: written(WRITES[name], grad)})
-        return torch.stack(outs), S, M
-
-    check(program, e79_leaves(), named=["e79"])
+@pytest.mark.parametrize("place", ["S1", "M2", "S3", "M3", "out0", "k1", "delta1", "kvqm", "S0"])
+def test_values_of_a_loop_written(place: str, grad: bool) -> None:
+    changed("e79", {place: written(WRITES["imul"], grad)}, fresh=True)
 
 
-@pytest.mark.parametrize("name", ["packet", "custom_op", "out", "foreach", "allow_in_graph", "set_data"])
-def test_states_of_a_loop_written_by_name(name: str) -> None:
-    def program(p: Leaves) -> Any:
-        outs, S, M = e79(p, {"S2": written(WRITES[name], False)})
-        return torch.stack(outs), S, M
-
-    check(program, e79_leaves(), named=["e79"])
-
-
-@pytest.mark.parametrize("name", ["imul", "packet", "relu_by_position"])
+@pytest.mark.parametrize("name", THREE)
 def test_a_loop_with_writes_after_it_is_routed(name: str) -> None:
     def program(p: Leaves) -> Any:
-        outs, S, M = e79(p)
-        out = torch.stack(outs) + 0.0
+        out, S, M = loop(p)
+        out = out + 0.0
         with torch.no_grad():
             WRITES[name](out)
         return out, S, M
@@ -178,17 +167,7 @@ def test_a_loop_with_writes_after_it_is_routed(name: str) -> None:
     check(program, e79_leaves(), routed={"e79_scan": 1})
 
 
-@pytest.mark.parametrize("place", ["q", "k", "v", "scores", "masked", "weights", "o"])
-@pytest.mark.parametrize("name", ["imul", "packet", "relu_by_position"])
-def test_values_of_an_attention_written_without_grad(name: str, place: str) -> None:
-    def program(p: Leaves) -> Any:
-        p = {**p, **{k: p[k] * 1.0 for k in "qkv"}}
-        return attention(p, at={place: written(WRITES[name], False)})
-
-    check(program, selection_leaves(), named=["selection"])
-
-
-@pytest.mark.parametrize("name", ["imul", "packet", "relu_by_position"])
+@pytest.mark.parametrize("name", THREE)
 def test_queries_written_after_the_scores_read_them(name: str) -> None:
     """The op would stand after the write, which neither a view nor a product with a number lets it look through."""
 
@@ -205,11 +184,7 @@ def test_queries_written_after_the_scores_read_them(name: str) -> None:
 
 
 def test_the_mask_written_through_a_view() -> None:
-    def open_one(mask: Tensor) -> Tensor:
-        mask.select(-1, 0).fill_(True)
-        return mask
-
-    check(lambda p: attention(p, at={"mask": open_one}), selection_leaves(), named=["selection"])
+    changed("selection", {"mask": lambda mask: (mask.select(-1, 0).fill_(True), mask)[1]})
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
@@ -266,13 +241,8 @@ FILLED = {"halves": _halves, "pairs": _pairs, "elsewhere": _elsewhere}
 
 @pytest.mark.parametrize("name", FILLED)
 def test_queries_and_keys_filled_through_held_views(name: str) -> None:
-    fill = FILLED[name]
-
-    def program(p: Leaves) -> Any:
-        return sdpa({**p, "q": fill(p["q"], p["angle"]), "k": fill(p["k"], p["angle"])})
-
-    leaves = {**selection_leaves(), "angle": normal(2, seed=8)}
-    check(program, leaves, routed={"selection_attention": 1})
+    program = lambda p: sdpa({**p, **{k: FILLED[name](p[k], p["angle"]) for k in "qk"}})  # noqa: E731
+    check(program, {**selection_leaves(), "angle": normal(2, seed=8)}, routed={"selection_attention": 1})
 
 
 @pytest.mark.parametrize("name", FILLED)
@@ -306,12 +276,9 @@ def test_a_held_view_is_read_before_and_after_the_tensor_is_filled() -> None:
     check(program, {**selection_leaves(), "angle": normal(2, seed=8)}, named=["selection"])
 
 
-@pytest.mark.parametrize("name", ["imul", "packet", "relu_by_position"])
+@pytest.mark.parametrize("name", THREE)
 def test_an_attention_with_writes_after_it_is_routed(name: str) -> None:
-    def program(p: Leaves) -> Any:
-        return written(WRITES[name], False)(sdpa(p) + 0.0)
-
-    check(program, selection_leaves(), routed={"selection_attention": 1})
+    check(lambda p: written(WRITES[name], False)(sdpa(p) + 0.0), selection_leaves(), routed={"selection_attention": 1})
 
 
 def test_ranges_written_between_two_attentions() -> None:
@@ -379,13 +346,7 @@ def test_only_the_copy_of_a_refused_match_is_undone() -> None:
     def program(p: Leaves) -> Any:
         p = {k: t.float() for k, t in p.items()}
         x = block(p["x"], p)
-        h, hp, r = pre(x, p, {"logits": lambda t: _hooked(t)})
+        h, hp, r = pre(x, p, {"logits": hooked(lambda g: g.clamp(-0.5, 0.5))})
         return hp, x, h.transpose(0, 1), post(x, torch.tanh(h @ p["w"]), hp, r.transpose(-1, -2)).detach()
 
     assert not check(program, mhc_leaves(), named=["mhc"], tolerance=1e-4).report.problems
-
-
-def _hooked(t: Tensor) -> Tensor:
-    if t.requires_grad:
-        t.register_hook(lambda g: g.clamp(-0.5, 0.5))
-    return t

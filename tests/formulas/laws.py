@@ -47,6 +47,17 @@ def spot(at: Places, place: str, t: Tensor) -> Tensor:
     return at[place](t) if place in at else t
 
 
+def hooked(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """Returns a function that registers ``hook`` on a tensor that requires grad, and returns the tensor."""
+
+    def apply(t: Tensor) -> Tensor:
+        if t.requires_grad:
+            t.register_hook(hook)
+        return t
+
+    return apply
+
+
 def normal(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Returns normal random numbers that are the same in every dtype, up to rounding."""
     g = torch.Generator().manual_seed(seed)
@@ -69,10 +80,8 @@ def mhc_leaves(n: int = N, width: int = D, dtype: torch.dtype = torch.float64, t
 def sinkhorn(c: Tensor, iters: int = 2, eps: float = 1e-6) -> Tensor:
     """Returns the balanced matrix, by the Sinkhorn convention that starts with a softmax."""
     c = c.softmax(-1) + eps
-    c = c / (c.sum(-2, keepdim=True) + eps)
-    for _ in range(iters - 1):
-        c = c / (c.sum(-1, keepdim=True) + eps)
-        c = c / (c.sum(-2, keepdim=True) + eps)
+    for step in range(2 * iters - 1):
+        c = c / (c.sum(-2 + step % 2, keepdim=True) + eps)
     return c
 
 
@@ -138,14 +147,14 @@ def unit(k: Tensor) -> Tensor:
 def e79(p: Leaves, at: Places = NOWHERE, start: int = 0) -> tuple[list[Tensor], Tensor, Tensor]:
     """Returns the outputs of every step and the final S and M.
 
-    Names for ``at``: "kvqm", "b_s", "b_m", "S0", "M0", and in step t "k{t}", "delta{t}", "S{t+1}", "M{t+1}", "out{t}".
+    Names for ``at``: "kvqm", "b_s", "b_m", "S0", "M0", and in step t "k{t}", "v{t}", "delta{t}", "S{t+1}", "M{t+1}", "out{t}".
     """
     kvqm, S, M = spot(at, "kvqm", p["kvqm"]), spot(at, "S0", p["S"]), spot(at, "M0", p["M"])
     n, outs = S.shape[-1], []
     b_s, b_m = spot(at, "b_s", p["b_s"]), spot(at, "b_m", p["b_m"])
     for t in range(start, kvqm.shape[0]):
         k, v, q, m = kvqm[t].split(n, -1)
-        k, m = spot(at, f"k{t}", unit(k)), unit(m)
+        k, m, v = spot(at, f"k{t}", unit(k)), unit(m), spot(at, f"v{t}", v)
         r = torch.sigmoid(torch.einsum("bij,bj->bi", M, k) + b_s)
         c = torch.sigmoid(torch.einsum("bij,bi->bj", M, k) + b_s)
         delta = spot(at, f"delta{t}", v - torch.einsum("bij,bj->bi", S, k))
@@ -159,6 +168,12 @@ def e79(p: Leaves, at: Places = NOWHERE, start: int = 0) -> tuple[list[Tensor], 
         y = torch.einsum("bij,bj->bi", S, q)
         outs.append(spot(at, f"out{t}", y * F.silu(y)))
     return outs, S, M
+
+
+def loop(p: Leaves, at: Places = NOWHERE) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the outputs of :func:`e79` as one tensor, and the final S and M."""
+    outs, S, M = e79(p, at)
+    return torch.stack(outs), S, M
 
 
 def selection_leaves(
@@ -268,6 +283,14 @@ INDEX_PLACES = ("iq", "ik", "iw", "products", "summed")
 def listed(p: Leaves, indices: Tensor) -> Tensor:
     """Returns the mask of the listed keys for all heads: bool [B, S, 1, T]."""
     return torch.zeros(*indices.shape[:2], p["k"].shape[1], dtype=torch.bool).scatter(-1, indices, True).unsqueeze(2)
+
+
+FORMULAS: dict[str, tuple[Callable[..., Any], Callable[[], Leaves], Sequence[str]]] = {
+    "mhc": (lambda p, at=NOWHERE: block(p["x"], p, at), mhc_leaves, "x"),
+    "e79": (loop, e79_leaves, ("kvqm", "b_s", "b_m", "S", "M")),
+    "selection": (lambda p, at=NOWHERE: attention(p, at=at), selection_leaves, "qkv"),
+}
+"""Maps each family to its formula, whose values can be replaced by name, its leaves, and the names of those in ``fresh``."""
 
 
 # --- one run ------------------------------------------------------------------------------------------------
@@ -555,3 +578,19 @@ def _expectations(
         if not said:
             found.append(f"silence about {family}: routed {dict(compiled.ops)}, near misses {compiled.near}")
     return found
+
+
+def changed(family: str, change: Places, fresh: bool = False, more: Leaves | None = None, **how: Any) -> Compiled:
+    """Checks the formula of a family some of whose values are changed; with ``fresh``, what it reads are no leaves.
+
+    ``more``: leaves that the changes read; then ``change`` is a function of all leaves. Without other expectations in
+    ``how``, the family must be routed or named.
+    """
+    formula, leaves, names = FORMULAS[family]
+
+    def program(p: Leaves) -> Any:
+        given = {**p, **{k: p[k] * 1.0 for k in names}} if fresh else p
+        return formula(given, change(p) if callable(change) else change)
+
+    expected = how if how.keys() & {"routed", "unrouted"} else {"named": [family], **how}
+    return check(program, {**leaves(), **(more or {})}, **expected)

@@ -16,20 +16,21 @@ _LIBRARY.define("halve_and_return_(Tensor(a!) t) -> Tensor(a!)")
 _LIBRARY.define("halve_list_(Tensor(a!)[] ts) -> ()")
 
 
-def _halve(t: Tensor) -> None:
-    t.mul_(0.5)
+def _quietly(write: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Wraps ``write`` to return None, so that the program continues with the argument."""
+
+    def apply(t: Any) -> None:
+        write(t)
+
+    return apply
 
 
-def _halve_and_return(t: Tensor) -> Tensor:
-    return t.mul_(0.5)
-
-
-def _halve_list(ts: list[Tensor]) -> None:
-    for t in ts:
-        t.mul_(0.5)
-
-
-for _name, _fn in (("halve_", _halve), ("halve_and_return_", _halve_and_return), ("halve_list_", _halve_list)):
+_HALVES: dict[str, Callable[[Any], Any]] = {
+    "halve_": _quietly(lambda t: t.mul_(0.5)),
+    "halve_and_return_": lambda t: t.mul_(0.5),
+    "halve_list_": _quietly(lambda ts: [t.mul_(0.5) for t in ts]),
+}
+for _name, _fn in _HALVES.items():
     _LIBRARY.impl(_name, _fn, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, (lambda t: t) if _name == "halve_and_return_" else (lambda t: None), "Meta")
 
@@ -47,14 +48,8 @@ def custom_halve_other(t: Tensor, other: Tensor) -> Tensor:
     return t * 2
 
 
-@custom_halve.register_fake
-def _custom_halve_fake(t: Tensor) -> None:
-    return None
-
-
-@custom_halve_other.register_fake
-def _custom_halve_other_fake(t: Tensor, other: Tensor) -> Tensor:
-    return torch.empty_like(t)
+custom_halve.register_fake(lambda t: None)
+custom_halve_other.register_fake(lambda t, other: torch.empty_like(t))
 
 
 def _opaque(t: Tensor) -> Tensor:
@@ -77,15 +72,6 @@ def _imul(t: Tensor) -> Tensor:
 def _iadd(t: Tensor) -> Tensor:
     t += t.detach() * 0.5
     return t
-
-
-def _quietly(write: Write) -> Write:
-    """Wraps ``write`` to return None, so that the program continues with the argument."""
-
-    def apply(t: Tensor) -> None:
-        write(t)
-
-    return apply
 
 
 PLAIN: dict[str, Write] = {
