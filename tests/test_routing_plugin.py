@@ -68,6 +68,7 @@ SPELLINGS: dict[str, tuple[str, Callable[..., Any]]] = {
     "softcap, scaled": ("softcap", lambda x, w, g: ((x @ g.mT) * 0.25).div(3).tanh() * 3.0),
     "softcap, in place": ("softcap", lambda x, w, g: (x @ g.mT).div_(3).tanh() * 3),
 }
+SWIGLU = SPELLINGS["swiglu"][1]
 MUTANTS: dict[str, Callable[..., Any]] = {
     "not the mean": lambda x, w, g: x * torch.rsqrt((x * x).sum(-1, True) + EPS) * w * silu(g),
     "squares of another tensor": lambda x, w, g: x * torch.rsqrt((x * g).mean(-1, True) + 9) * w * silu(g),
@@ -114,10 +115,13 @@ def ops(got: Captured) -> list[str]:
     return [r.op for r in got.report.routed]
 
 
-def refused(got: Captured, fn: Callable[..., Any], given: list[Tensor], words: str, grad: bool = True) -> None:
-    """Asserts that nothing was routed, that the report says why, and that the values are those of the model."""
+def refused(fn: Callable[..., Any], words: str, given: list[Tensor] | None = None, **how: Any) -> Captured:
+    """Asserts that nothing is routed, that the report says why, and that the values are those of the model."""
+    given = inputs() if given is None else given
+    got = run(fn, given, **how)
     assert not ops(got) and words in reasons(got), (ops(got), reasons(got))
-    assert difference(got, eager(fn, given, grad=grad)) == 0.0
+    assert difference(got, eager(fn, given)) == 0.0
+    return got
 
 
 DYNAMIC = [(0, 0), (2, 0)]
@@ -173,8 +177,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_proposal_is_refused(name: str, dtype: torch.dtype, plug: Any) -> None:
     plug(of_norm(**WRONG[name]))
-    got = run(SPELLINGS["norm"][1], inputs(dtype))
-    refused(got, SPELLINGS["norm"][1], inputs(dtype), "verified on random data")
+    got = refused(SPELLINGS["norm"][1], "verified on random data", inputs(dtype))
     (miss,) = got.report.near_misses
     assert miss.op == "own" and "test_routing_plugin" in miss.source
 
@@ -213,31 +216,16 @@ def without(op: Any) -> Callable[[Graph], Iterator[Proposal]]:
     return find
 
 
+CLAMP, NAN, SIDES = aten.clamp, "NaN or infinite at different places", "both sides of the formula"
 CHANCE: dict[str, tuple[Any, Callable[..., Any], str]] = {
-    "a limit that is far away": (
-        aten.clamp,
-        lambda x, w, g: silu(x) * g.clamp(max=1e4),
-        "NaN or infinite at different places",
-    ),
-    "in place": (
-        aten.clamp,
-        lambda x, w, g: silu(x) * (g * 1.0).clamp_(max=1e4),
-        "NaN or infinite at different places",
-    ),
-    "two limits, one far away": (aten.clamp, lambda x, w, g: silu(x) * g.clamp(-1e5, 20), "output 0"),
-    "limits within reach of large numbers": (aten.clamp, lambda x, w, g: silu(x) * g.clamp(-20, 20), "output 0"),
+    "a limit that is far away": (CLAMP, lambda x, w, g: silu(x) * g.clamp(max=1e4), NAN),
+    "in place": (CLAMP, lambda x, w, g: silu(x) * (g * 1.0).clamp_(max=1e4), NAN),
+    "two limits, one far away": (CLAMP, lambda x, w, g: silu(x) * g.clamp(-1e5, 20), "output 0"),
+    "limits within reach of large numbers": (CLAMP, lambda x, w, g: silu(x) * g.clamp(-20, 20), "output 0"),
     "a maximum": (aten.maximum, lambda x, w, g: silu(x) * torch.maximum(g, torch.full_like(g, -torch.inf)), "maximum"),
-    "a limit that is never reached": (
-        aten.clamp,
-        lambda x, w, g: silu(x) * g.clamp(min=-torch.inf),
-        "both sides of the formula's clamp",
-    ),
-    "a comparison": (aten.add, lambda x, w, g: silu(x) * (g + (g > 1e5)), "both sides of the formula's gt"),
-    "two limits, the lower one far away": (
-        aten.clamp,
-        lambda x, w, g: silu(x) * g.clamp(-1e5, 1e5),
-        "NaN or infinite at different places",
-    ),
+    "a limit that is never reached": (CLAMP, lambda x, w, g: silu(x) * g.clamp(min=-torch.inf), f"{SIDES}'s clamp"),
+    "a comparison": (aten.add, lambda x, w, g: silu(x) * (g + (g > 1e5)), f"{SIDES}'s gt"),
+    "two limits, the lower one far away": (CLAMP, lambda x, w, g: silu(x) * g.clamp(-1e5, 1e5), NAN),
     "NaN": (aten.nan_to_num, lambda x, w, g: silu(x) * g.nan_to_num(), "output 0"),
     "zeros": (aten.add, lambda x, w, g: silu(x) * (g + (g == 0)), "verified on random data"),
     "minus infinity as a number": (
@@ -252,7 +240,7 @@ CHANCE: dict[str, tuple[Any, Callable[..., Any], str]] = {
 def test_agreement_by_chance_is_not_enough(name: str, plug: Any) -> None:
     op, fn, words = CHANCE[name]
     plug(without(op), example.swiglu)
-    refused(run(fn, inputs()), fn, inputs(), words)
+    refused(fn, words)
 
 
 def test_integers_are_not_judged(plug: Any) -> None:
@@ -261,22 +249,17 @@ def test_integers_are_not_judged(plug: Any) -> None:
 
     plug(without(aten.add), example.swiglu)
     x, _, g = inputs()
-    given = [x, g, torch.arange(16) % 7]
-    refused(run(fn, given), fn, given, "torch.int64")
+    refused(fn, "torch.int64", [x, g, torch.arange(16) % 7])
 
 
 def test_a_factor_that_a_rounding_hides() -> None:
-    def fn(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
-        return 1.002 * silu(x) * g
-
-    refused(run(fn, inputs(torch.bfloat16)), fn, inputs(torch.bfloat16), "output 0")
+    refused(lambda x, w, g: 1.002 * silu(x) * g, "output 0", inputs(torch.bfloat16))
 
 
 def test_a_constant_that_is_a_dynamic_size_by_chance() -> None:
-    fn = SPELLINGS["norm, sum"][1]
-    got = run(fn, inputs(), dynamic=None, symbolic=[(0, 2), (1, 0), (2, 2)])
-    refused(got, fn, inputs(), "output 0")
-    got = run(SPELLINGS["norm"][1], inputs(), dynamic=None, symbolic=[(0, 2), (1, 0), (2, 2)])
+    how: Any = {"dynamic": None, "symbolic": [(0, 2), (1, 0), (2, 2)]}
+    refused(SPELLINGS["norm, sum"][1], "output 0", **how)
+    got = run(SPELLINGS["norm"][1], inputs(), **how)
     assert ops(got) == ["gated_norm"], reasons(got)
 
 
@@ -332,16 +315,13 @@ def _raise(gate: Tensor, up: Tensor) -> Tensor:
     raise OSError("no such kernel")
 
 
-def _formula(gate: Tensor, up: Tensor) -> Tensor:
-    return silu(gate) * up
-
-
+swiglu = gated_norm.swiglu_formula
 FAILING = {
     "raises": (_op("plug_raises", _raise), "no such kernel"),
-    "has no fake function": (_op("plug_no_fake", _formula, fake=False), "fake"),
-    "has no gradient": (_op("plug_no_grad", _formula, grad=False), "no autograd formula"),
-    "has a wrong gradient": (_op("plug_wrong_grad", _formula), "the gradient of"),
-    "returns another shape": (_op("plug_shape", lambda gate, up: _formula(gate, up)[0].clone()), "invalid gradient"),
+    "has no fake function": (_op("plug_no_fake", swiglu, fake=False), "fake"),
+    "has no gradient": (_op("plug_no_grad", swiglu, grad=False), "no autograd formula"),
+    "has a wrong gradient": (_op("plug_wrong_grad", swiglu), "the gradient of"),
+    "returns another shape": (_op("plug_shape", lambda gate, up: swiglu(gate, up)[0].clone()), "invalid gradient"),
 }
 
 
@@ -349,8 +329,7 @@ FAILING = {
 def test_an_op_that_does_not_work_leaves_the_model(name: str, plug: Any) -> None:
     op, words = FAILING[name]
     plug(gated_norm.swiglu, op)
-    fn = SPELLINGS["swiglu"][1]
-    refused(run(fn, inputs()), fn, inputs(), words)
+    refused(SWIGLU, words)
 
 
 def test_arguments_that_the_op_does_not_have(plug: Any) -> None:
@@ -359,8 +338,7 @@ def test_arguments_that_the_op_does_not_have(plug: Any) -> None:
             yield g.propose(out, gate=out.factor(aten.silu).arg, right=out.rest(out.factor(aten.silu)))
 
     plug(find, example.swiglu)
-    fn = SPELLINGS["swiglu"][1]
-    refused(run(fn, inputs()), fn, inputs(), "missing value for argument 'up'")
+    refused(SWIGLU, "missing value for argument 'up'")
 
 
 def test_a_generator_that_raises(plug: Any) -> None:
@@ -371,9 +349,8 @@ def test_a_generator_that_raises(plug: Any) -> None:
         raise KeyError("mine")
 
     plug(find, example.swiglu)
-    fn = SPELLINGS["swiglu"][1]
-    got = run(fn, inputs())
-    assert ops(got) == ["own"] and difference(got, eager(fn, inputs())) < 2e-6
+    got = run(SWIGLU, inputs())
+    assert ops(got) == ["own"] and difference(got, eager(SWIGLU, inputs())) < 2e-6
     assert "KeyError: 'mine'" in got.report.problems[0] and "search failed" in got.report.problems[0]
 
 
@@ -399,11 +376,9 @@ def test_a_name_is_taken_once() -> None:
 
 
 def test_what_cannot_be_compared_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat.routing, "free_memory", lambda device: 1000)
-    fn = SPELLINGS["swiglu"][1]
-    refused(run(fn, inputs()), fn, inputs(), "GB of memory")
-    monkeypatch.setattr(compat.routing, "free_memory", lambda device: 2000)
-    refused(run(fn, inputs()), fn, inputs(), "no higher precision")
+    for free, words in ((1000, "GB of memory"), (2000, "no higher precision")):
+        monkeypatch.setattr(compat.routing, "free_memory", lambda device, free=free: free)
+        refused(SWIGLU, words)
 
 
 # --- what the op reads, and where it stands -----------------------------------------------------------------
@@ -480,14 +455,11 @@ def written_result(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def views_of_result(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    y = normed(x) * w * silu(g)
-    return y, y[0], y.view(-1)
+    return (y := normed(x) * w * silu(g)), y[0], y.view(-1)
 
 
 def returned_parts(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    a = normed(x)
-    b = silu(g)
-    return a * w * b, a, b
+    return (a := normed(x)) * w * (b := silu(g)), a, b
 
 
 def written_input(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
@@ -542,7 +514,7 @@ def test_a_buffer_may_change(plug: Any) -> None:
     rows = torch.export.Dim("rows", min=2, max=64)
     program = torch.export.export(Added(), (x, g), dynamic_shapes=({0: rows}, {0: rows}))
     plug(without(aten.add), example.swiglu)
-    refused(run(model := Added(), [x, g]), model, [x, g], "output 0")
+    refused(model := Added(), "output 0", [x, g])
     assert "example.swiglu" not in str(mhc_inductor.route_exported(program).graph)
     plug(gated_norm.swiglu, example.swiglu)
     routed = mhc_inductor.route_exported(program)

@@ -12,49 +12,15 @@ from mhc_inductor.routing.graph.values import Values, example, tensors_in
 from tests.tools.capture import difference, eager, reasons, run
 
 
-def _values(fn, *inputs):
-    found = {}
-
-    def backend(gm, _):
-        found["graph"], found["values"] = gm.graph, Values(gm.graph, {}, KnownCalls("template"), lambda node: False)
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(fn, backend=backend)(*inputs)
-    calls = [node for node in found["graph"].nodes if node.op == "call_function"]
-    return [found["values"].of(node) for node in calls]
-
-
-def test_a_square_is_no_template_for_a_product():
-    a, b = torch.randn(3, 4), torch.randn(3, 4)
-    square, product = _values(lambda a, b: (a * a, a * b), a, b)
-    assert square.args[0] is square.args[1]
-    assert product.args[0] is square.args[0] and product.args[1] is not product.args[0]
-
-
-def test_a_product_is_no_template_for_a_square():
-    a, b = torch.randn(3, 4), torch.randn(3, 4)
-    product, square = _values(lambda a, b: (a * b, b * b), a, b)
-    assert product.args[0] is not product.args[1]
-    assert square.args[0] is square.args[1] is product.args[1]
-
-
 def _graph(fn, *inputs, dynamic=False, writes=lambda node: False):
     """Returns the graph of ``fn``, and the state around the analysis: random numbers, guards, symbols, modes."""
     found = {}
 
     def state(env):
-        symbols = (
-            () if env is None else (len(env.guards), len(env.pending_fresh_unbacked_symbols), len(env.var_to_range))
-        )
+        held = () if env is None else (env.guards, env.pending_fresh_unbacked_symbols, env.var_to_range)
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-        return (
-            torch.get_rng_state().tolist(),
-            symbols,
-            modes,
-            torch.get_autocast_dtype("cpu"),
-            torch.get_default_dtype(),
-        )
+        dtypes = torch.get_autocast_dtype("cpu"), torch.get_default_dtype()
+        return torch.get_rng_state().tolist(), [len(one) for one in held], modes, dtypes
 
     def backend(gm, _):
         values = Values(gm.graph, {}, KnownCalls("template"), writes)
@@ -71,6 +37,19 @@ def _graph(fn, *inputs, dynamic=False, writes=lambda node: False):
     torch._dynamo.reset()
     torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
     return found
+
+
+def _values(fn, *inputs):
+    found = _graph(fn, *inputs)
+    return [found["values"].of(node) for node in found["graph"].nodes if node.op == "call_function"]
+
+
+def test_a_square_and_a_product_are_no_templates_for_each_other():
+    given = torch.randn(3, 4), torch.randn(3, 4)
+    square, product = _values(lambda a, b: (a * a, a * b), *given)
+    assert square.args[0] is square.args[1] is product.args[0] is not product.args[1]
+    product, square = _values(lambda a, b: (a * b, b * b), *given)
+    assert square.args[0] is square.args[1] is product.args[1] is not product.args[0]
 
 
 @torch.library.custom_op("mhc_inductor_tests::twice", mutates_args=())
@@ -134,9 +113,6 @@ def test_sizes_that_depend_on_data_add_no_symbol_and_no_guard(name, dynamic):
 
 
 def test_a_call_that_raises_is_opaque_and_the_rest_is_not():
-    def fn(x):
-        return (x * 2).relu()
-
     found = {}
 
     def backend(gm, _):
@@ -149,7 +125,7 @@ def test_a_call_that_raises_is_opaque_and_the_rest_is_not():
         return gm.forward
 
     torch._dynamo.reset()
-    torch.compile(fn, backend=backend)(torch.randn(3))
+    torch.compile(lambda x: (x * 2).relu(), backend=backend)(torch.randn(3))
     assert found["values"] == [None, torch.ops.aten.relu.default]
 
 
@@ -174,9 +150,7 @@ def test_what_writes_is_asked():
 
 
 def test_a_node_that_holds_sizes_takes_the_place_of_no_tensor():
-    def fn(x, weight, bias):
-        return torch.nn.functional.layer_norm(x, weight.size(), weight, bias)
-
+    fn = lambda x, weight, bias: torch.nn.functional.layer_norm(x, weight.size(), weight, bias)  # noqa: E731
     found = _graph(fn, torch.randn(4, 8), torch.randn(8), torch.randn(8), dynamic=True)
     (call,) = (node for node in found["graph"].nodes if node.op == "call_function")
     x, size, weight, bias = call.args
