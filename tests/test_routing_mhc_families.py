@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.formulas import sparse_families
-from tests.formulas.reference_models_mhc import EPS, WIDTH, N, P, _balanced, around, parameters, sublayer
+from tests.formulas.reference_models_mhc import BOTH, EPS, WIDTH, N, P, _balanced, around, parameters, sublayer
 from tests.test_routing_mhc_laws import same, streams
 from tests.tools.capture import Captured, difference, eager, reasons, run
 
@@ -33,6 +33,17 @@ def normed(v: Tensor) -> Tensor:
 
 def projected(x: Tensor, p: P) -> Tensor:
     return normed(x.flatten(-2)) @ p["phi"].T
+
+
+def mixed(x: Tensor, p: P, pre: Tensor, post: Tensor, matrix: Tensor) -> Tensor:
+    """Returns the streams after a sublayer, by these coefficients."""
+    f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
+    return matrix @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
+
+
+def split(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the parts of ``z [..., n * n + 2 * n]``, the last one as a matrix."""
+    return z[..., :N], z[..., N : 2 * N], z[..., 2 * N :].unflatten(-1, (N, N))
 
 
 # --- plain models -------------------------------------------------------------------------------------------
@@ -104,8 +115,7 @@ def tanh_gates(x: Tensor, p: P) -> Tensor:
     z, (alpha, bias) = projected(x, p), (p["alpha"], p["bias"])
     pre, post = (1 + torch.tanh(z[..., i * N :][..., :N] * alpha[i] + bias[i * N :][:N]) for i in range(2))
     matrix = _balanced((z[..., 2 * N :] * alpha[2] + bias[2 * N :]).unflatten(-1, (N, N)))
-    f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
-    return matrix @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
+    return mixed(x, p, pre, post, matrix)
 
 
 def tanh_without_bias(x: Tensor, p: P) -> Tensor:
@@ -135,10 +145,8 @@ def altered(pre: Callable[[Tensor], Tensor], post: Callable[[Tensor], Tensor]) -
     """Returns a site whose weights are functions of alpha * z + bias."""
 
     def fn(x: Tensor, p: P) -> Tensor:
-        z = p["alpha"][0] * projected(x, p) + p["bias"]
-        f_out = sublayer((pre(z[..., :N]).unsqueeze(-1) * x).sum(-2), p)
-        matrix = _balanced(z[..., 2 * N :].unflatten(-1, (N, N)))
-        return matrix @ x + post(z[..., N : 2 * N]).unsqueeze(-1) * f_out.unsqueeze(-2)
+        a, b, c = split(p["alpha"][0] * projected(x, p) + p["bias"])
+        return mixed(x, p, pre(a), post(b), _balanced(c))
 
     return fn
 
@@ -151,9 +159,7 @@ def of_all(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, P], Tensor
     """Returns a site with a function before alpha, in one call for all weights, and none after it."""
 
     def fn(x: Tensor, p: P) -> Tensor:
-        z = p["alpha"][0] * function(projected(x, p)) + p["bias"]
-        f_out = sublayer((z[..., :N].unsqueeze(-1) * x).sum(-2), p)
-        return z[..., 2 * N :].unflatten(-1, (N, N)) @ x + z[..., N : 2 * N].unsqueeze(-1) * f_out.unsqueeze(-2)
+        return mixed(x, p, *split(p["alpha"][0] * function(projected(x, p)) + p["bias"]))
 
     return fn
 
@@ -229,7 +235,7 @@ def test_static_weights_are_named(fn: Callable[[Tensor, P], Tensor]) -> None:
 def test_a_matrix_that_is_only_softmaxed_is_named() -> None:
     p = parameters()
     got = same(lambda x: around(x, p, lambda z: z.softmax(-1)), (streams(),), p.items())
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}
+    assert dict(got.ops) == BOTH
     assert (
         reasons(got)
         == "h_res is divided by the sums over one dim, as by a softmax, and no Sinkhorn iterations of the op follow"
@@ -266,14 +272,11 @@ def test_what_exp_is_taken_of_where_eps_bounds_its_sums(name: str) -> None:
 
 SCALED: dict[str, Callable[[Tensor, P], Tensor]] = {
     "z": lambda x, p: around(x, p, _balanced, 0.0625 * projected(x, p)),
-    "the norm's mean is a sum": lambda x, p: around(
-        x, p, _balanced, (v := x.float().flatten(-2)) * torch.rsqrt((v * v).sum(-1, keepdim=True) + EPS) @ p["phi"].T
+    "the norm's mean is a sum": from_logits(
+        lambda x, p: (v := x.float().flatten(-2)) * torch.rsqrt((v * v).sum(-1, keepdim=True) + EPS) @ p["phi"].T
     ),
-    "the root of two": lambda x, p: around(
-        x,
-        p,
-        _balanced,
-        (v := x.float().flatten(-2)) * torch.rsqrt(2 * (v * v).mean(-1, keepdim=True) + EPS) @ p["phi"].T,
+    "the root of two": from_logits(
+        lambda x, p: (v := x.float().flatten(-2)) * torch.rsqrt(2 * (v * v).mean(-1, keepdim=True) + EPS) @ p["phi"].T
     ),
     "minus z": lambda x, p: around(x, p, _balanced, -projected(x, p)),
 }
@@ -284,7 +287,7 @@ SCALED: dict[str, Callable[[Tensor, P], Tensor]] = {
 def test_a_number_that_scales_z_is_a_factor_of_alpha(name: str, dtype: torch.dtype) -> None:
     p, fn = parameters(), SCALED[name]
     got, plain = (how(lambda x: fn(x, p), (streams(dtype=dtype),), [*p.items()]) for how in (run, eager))
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+    assert dict(got.ops) == BOTH, reasons(got)
     assert not got.report.near_misses and all(r.error is not None for r in got.report.routed)
     assert difference(got, plain) < (1e-5 if dtype is torch.float32 else 2e-2)
 
@@ -298,11 +301,10 @@ def test_numbers_that_differ_between_the_coefficients() -> None:
         pre = torch.sigmoid(0.5 * a * z[..., :N] + bias[:N])
         post = 2 * torch.sigmoid(a * 3.0 * (z[..., N : 2 * N] / 4.0 + bias[N : 2 * N]))
         matrix = _balanced((a * z[..., 2 * N :] / 7.0 + bias[2 * N :]).unflatten(-1, (N, N)))
-        f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
-        return matrix @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
+        return mixed(x, p, pre, post, matrix)
 
     got = same(fn, (streams(),), p.items())
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+    assert dict(got.ops) == BOTH, reasons(got)
 
 
 Logits = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -358,8 +360,7 @@ def with_biases(logits: Logits | list[Logits], p: Made) -> Callable[[Tensor], Te
             of(z[..., at], a, p["bias"][at], p["more"][at])
             for of, at, a in zip(functions, parts, p["alpha"], strict=True)
         )
-        f_out = sublayer((torch.sigmoid(pre).unsqueeze(-1) * x).sum(-2), p)
-        return _balanced(res.unflatten(-1, (N, N))) @ x + (2 * torch.sigmoid(post)).unsqueeze(-1) * f_out.unsqueeze(-2)
+        return mixed(x, p, torch.sigmoid(pre), 2 * torch.sigmoid(post), _balanced(res.unflatten(-1, (N, N))))
 
     return fn
 
@@ -376,7 +377,7 @@ def alike(fn: Callable[[Tensor], Tensor], p: Made, tokens: list[int]) -> Capture
 def test_two_biases_are_one(name: str, tokens: list[int]) -> None:
     p = made(more=(N * N + 2 * N,))
     got = alike(with_biases(BIASES[name], p), p, tokens)
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+    assert dict(got.ops) == BOTH, reasons(got)
     assert not got.report.near_misses and all(r.error is not None for r in got.report.routed)
 
 
@@ -394,7 +395,7 @@ def test_a_number_added_to_the_logits_of_one_coefficient(role: int, bias: bool) 
     each: list[Logits] = [lambda z, a, b, c: a * z + b if bias else a * z] * 3
     each[role] = lambda z, a, b, c: a * (z + 1.5) + b if bias else a * z + 0.5
     got = same(with_biases(each, p), (streams(),), p.items())
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1} or not bias, reasons(got)
+    assert dict(got.ops) == BOTH or not bias, reasons(got)
 
 
 def test_two_biases_in_bf16_are_added_in_fp32() -> None:
@@ -403,7 +404,7 @@ def test_two_biases_in_bf16_are_added_in_fp32() -> None:
     p = {k: v.detach().bfloat16().requires_grad_() if k in ("bias", "more") else v for k, v in p.items()}
     fn = with_biases(lambda z, a, b, c: z + (b * 8).float() + c.float(), p)
     got = same(fn, (streams(),), p.items(), within=1e-4)
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+    assert dict(got.ops) == BOTH, reasons(got)
 
 
 ALONE = {
@@ -415,14 +416,15 @@ ALONE = {
 }
 
 
-def exponential(top: Callable[[Tensor], Tensor], eps: float, steps: int) -> Callable[[Tensor], Tensor]:
-    """Returns iterations of exp(logits - top), with eps added to the sums."""
+def exponential(top: Callable[[Tensor], Tensor], steps: int, p: P, bias: Tensor | float) -> Callable[[Tensor], Tensor]:
+    """Returns a site with iterations of exp(logits - top), with eps added to the sums."""
 
-    def fn(logits: Tensor) -> Tensor:
+    def fn(x: Tensor) -> Tensor:
+        pre, post, logits = split(projected(x, p) + bias)
         matrix = torch.exp(logits - top(logits))
         for step in range(steps):
-            matrix = matrix / (matrix.sum(-1 - step % 2, keepdim=True) + eps)
-        return matrix
+            matrix = matrix / (matrix.sum(-1 - step % 2, keepdim=True) + 1e-3)
+        return mixed(x, p, torch.sigmoid(pre), 2 * torch.sigmoid(post), matrix)
 
     return fn
 
@@ -430,31 +432,17 @@ def exponential(top: Callable[[Tensor], Tensor], eps: float, steps: int) -> Call
 @pytest.mark.parametrize("tokens", [[], [0]], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", ALONE)
 def test_iterations_of_exp_less_a_maximum_inside_a_site(name: str, tokens: list[int]) -> None:
-    p, iterations = parameters(), exponential(ALONE[name], 1e-3, 6)
-
-    def fn(x: Tensor) -> Tensor:
-        z = projected(x, p) + p["bias"]
-        pre, post = torch.sigmoid(z[..., :N]), 2 * torch.sigmoid(z[..., N : 2 * N])
-        f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
-        return iterations(z[..., 2 * N :].unflatten(-1, (N, N))) @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
-
-    got = alike(fn, p, tokens)
+    p = parameters()
+    got = alike(exponential(ALONE[name], 6, p, p["bias"]), p, tokens)
     assert dict(got.ops) == {"mhc_pre": 1, "mhc_sinkhorn": 1, "mhc_post": 1}, reasons(got)
     assert not got.report.near_misses
 
 
-@pytest.mark.parametrize(("eps", "steps"), [(1e-3, 5), (1e-3, 1)], ids=["a step too few", "one step"])
-def test_unfinished_iterations_of_exp_stay_the_models(eps: float, steps: int) -> None:
-    p, iterations = parameters(), exponential(ALONE["rows"], eps, steps)
-
-    def fn(x: Tensor) -> Tensor:
-        z = projected(x, p)
-        pre, post = torch.sigmoid(z[..., :N]), 2 * torch.sigmoid(z[..., N : 2 * N])
-        f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
-        return iterations(z[..., 2 * N :].unflatten(-1, (N, N))) @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
-
-    got = same(fn, (streams(),), p.items())
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+@pytest.mark.parametrize("steps", [5, 1], ids=["a step too few", "one step"])
+def test_unfinished_iterations_of_exp_stay_the_models(steps: int) -> None:
+    p = parameters()
+    got = same(exponential(ALONE["rows"], steps, p, 0.0), (streams(),), p.items())
+    assert dict(got.ops) == BOTH, reasons(got)
 
 
 def _each(x: Tensor, f: Tensor, post: Tensor, matrix: Tensor) -> list[Tensor]:
@@ -493,10 +481,10 @@ def flat_site(post: Callable[..., Tensor], p: P) -> Callable[[Tensor], Tensor]:
 
     def fn(x: Tensor) -> Tensor:
         x = x.flatten(-2)
-        z = normed(x) @ p["phi"].T
-        pre, h_post = torch.sigmoid(z[..., :N]), 2 * torch.sigmoid(z[..., N : 2 * N])
+        a, b, c = split(normed(x) @ p["phi"].T)
+        pre = torch.sigmoid(a)
         f_out = sublayer(sum(pre[..., i, None] * part for i, part in enumerate(x.chunk(N, -1))), p)
-        return post(x, f_out, h_post, _balanced(z[..., 2 * N :].unflatten(-1, (N, N))))
+        return post(x, f_out, 2 * torch.sigmoid(b), _balanced(c))
 
     return fn
 
@@ -506,7 +494,7 @@ def flat_site(post: Callable[..., Tensor], p: P) -> Callable[[Tensor], Tensor]:
 def test_streams_that_stay_flat(name: str, tokens: list[int]) -> None:
     p = parameters()
     got = alike(flat_site(FLAT_POSTS[name], p), p, tokens)
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+    assert dict(got.ops) == BOTH, reasons(got)
     assert not got.report.near_misses and all(r.error is not None for r in got.report.routed)
 
 
@@ -523,11 +511,9 @@ def test_columns_that_come_before_streams_are_told_as_that() -> None:
     p = parameters()
 
     def fn(x: Tensor) -> Tensor:
-        z = projected(x, p)
-        pre, post = torch.sigmoid(z[..., :N]), 2 * torch.sigmoid(z[..., N : 2 * N])
-        f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
-        matrix = _balanced(z[..., 2 * N :].unflatten(-1, (N, N)))
-        return x.mT @ matrix.mT + f_out.unsqueeze(-1) * post.unsqueeze(-2)
+        pre, post, logits = split(projected(x, p))
+        f_out = sublayer((torch.sigmoid(pre).unsqueeze(-1) * x).sum(-2), p)
+        return x.mT @ _balanced(logits).mT + f_out.unsqueeze(-1) * (2 * torch.sigmoid(post)).unsqueeze(-2)
 
     got = same(fn, (streams(),), p.items())
     assert not [r for r in reasons(got) if "within D" in r], reasons(got)
@@ -561,4 +547,4 @@ def test_weights_of_each_coefficient_get_their_gradients(detached: str, tokens: 
     got, plain = alike(fn, p, tokens), eager(fn, (streams(),), [*p.items()])
     assert {k for k, g in got.grads.items() if g is None} == {k for k, g in plain.grads.items() if g is None}
     if detached == "nothing":
-        assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1} and not got.report.near_misses, reasons(got)
+        assert dict(got.ops) == BOTH and not got.report.near_misses, reasons(got)
