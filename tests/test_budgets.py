@@ -13,9 +13,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ("mhc_inductor", "kernels", "lowerings")
 BUDGETS: dict[tuple[str, ...], int] = {
-    PACKAGE: 52_541,
-    ("benchmarks",): 11_537,
-    ("tests",): 64_900,
+    PACKAGE: 50_963,
+    ("benchmarks",): 11_019,
+    ("tests",): 57_800,
     ("examples",): 3_448,
 }
 

@@ -209,3 +209,12 @@ def test_joining_parts_compiles_without_spills(target):
         join_plan.plan_selection_part_gradients(builder, o, row, o, row, row, o, row)
         seen, bad = compile_all(builder.launches, target, f"{DV}")
         assert seen == {"selection_join", "selection_part_gradients"} and not bad
+
+
+@pytest.mark.parametrize(
+    ("dtype", "Dk", "tiles"), [(BF16, 512, True), (BF16, 576, False), (F32, 256, True), (F32, 300, False)]
+)
+def test_wide_heads_are_gathered(dtype, Dk, tiles):
+    """The assembler gives the tiles of fp32 with more columns 32 registers, and 28 KiB of a thread's memory."""
+    made = names(launches, [("cuda:90", "wide")], {"wide": {"h": 4, "Dk": Dk, "dtype": dtype}})
+    assert ("selection_forward" in made, "selection_gather" in made) == (tiles, not tiles)

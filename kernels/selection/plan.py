@@ -20,7 +20,9 @@ from .tile_lists_plan import plan_lists
 MAX_D = 576
 MAX_DV = 512
 MAX_HEADS = 128
-MAX_TILE_D = 512  # the tile path pads a width to a power of two, the gather path to a multiple of its tiles
+# Bytes of a query that the tile path takes: it pads a width to a power of two, the gather path to a multiple of its tiles. Of
+# fp32 with more than 256 columns the assembler keeps nothing in registers (28 KiB a thread spill), and a test failed on an H200.
+MAX_TILE_BYTES = 1024
 # Beyond (token-level selection), neighbours share few keys and masks would compare each tile with hundreds of pieces.
 MOST_TILE_RANGES = 64
 FEW_QUERIES = 16
@@ -82,7 +84,7 @@ def plan_selection_attention(
     seg_k: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Launches ``selection_attention`` on the tile path or the gather path; returns (o, lse)."""
-    narrow = b.static(b.shape(q)[4]) <= MAX_TILE_D
+    narrow = b.static(b.shape(q)[4]) * b.dtype(q).itemsize <= MAX_TILE_BYTES
     if narrow and takes_tiles(b, b.shape(q)[1], b.static(b.shape(ranges)[3])):
         return plan_tiles(b, q, k, v, ranges, sink, cu_q, cu_k, scale, seg_q, seg_k)
     return plan_gather(b, q, k, v, ranges, sink, cu_q, cu_k, scale, segments=plan_segments(b, seg_q, seg_k))

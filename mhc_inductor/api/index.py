@@ -202,8 +202,7 @@ def index_loss(
 def _factor(name: str, factor: float | None, t: Tensor) -> float:
     """Returns the factor of products of rows of ``t``, by default 1 over the root of their width."""
     if factor is not None:
-        if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
-            number("index_loss", name, factor)
+        number("index_loss", name, factor, read=False)
         return factor
     # operator.index: a plain number even for dynamic sizes. The op refuses a width of 0 and tensors without a width.
     return 1 / math.sqrt(operator.index(t.shape[-1]) or 1) if t.dim() else 1.0

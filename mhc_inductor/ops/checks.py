@@ -90,10 +90,11 @@ def number(op: str, name: str, value: float, least: float = -math.inf, hint: str
         value: The number. A symbol is guarded to have its value.
         least: Its lower bound.
         hint: What the message says after the bound.
-        read: Whether symbols are read; False lets them pass, so that no guard is added.
+        read: Whether symbols are read; False lets them pass, so that no guard is added, and all that Dynamo traces,
+            which cannot ask whether a symbol is finite: there the op's fake asks.
     """
     _is_number(op, name, value)
-    if not read and isinstance(value, (torch.SymInt, torch.SymFloat)):
+    if not read and (isinstance(value, (torch.SymInt, torch.SymFloat)) or torch.compiler.is_dynamo_compiling()):
         return
     got = float(value)
     if not (math.isfinite(got) and got >= least):
