@@ -298,12 +298,13 @@ def run_op(
     inputs: Mapping[str, Any],
     up: Mapping[str, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
-    form: Any = OPS,
+    form: Any = None,
 ) -> dict[str, Tensor]:
-    """Runs an op of ``form`` on arguments by name, and with ``up`` its backward op.
+    """Runs an op of ``form`` (default: what OPS is when called) on arguments by name, and with ``up`` its backward op.
 
     Names the results as the schema does, and a gradient ``d`` and its input.
     """
+    form = form or OPS
     given = {"dx_acc": None, **inputs, **(options or {})}
     of = results(name)
     named = dict(

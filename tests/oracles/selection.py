@@ -340,7 +340,7 @@ def run(
     inputs: Mapping[str, Tensor | None],
     up: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
-    form: Any = OPS,
+    form: Any = None,
 ) -> dict[str, Tensor]:
     """Runs selection_attention of ``form`` (default: the ops), and with ``up`` its backward.
 
