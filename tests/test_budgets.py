@@ -13,7 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ("mhc_inductor", "kernels", "lowerings")
 BUDGETS: dict[tuple[str, ...], int] = {
-    PACKAGE: 50_963,
+    PACKAGE: 50_965,
     ("benchmarks",): 11_019,
     ("tests",): 57_800,
     ("examples",): 3_448,

@@ -390,7 +390,7 @@ def test_a_recurrence_is_compared_with_fewer_sequences_and_steps(
     if swapped:
         wrong(monkeypatch, "e79_scan", SWAPS[how])
     few, report = compared(*((loop := plain()), loop.inputs()) if how == "loop" else (_by_scan, _given(T=40, B=6)))
-    assert few.runs == 1 and not few.left
+    assert 1 <= few.runs <= 1 + (how == "scan") and not few.left
     assert [r.op for r in report.routed] == ["e79_scan"] * (not swapped)
 
 

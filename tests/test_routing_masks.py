@@ -250,6 +250,7 @@ def test_constants_of_masks_matter(name: str) -> None:
 _ROUTED = {
     *("half of a sum is above 0.25", "a quarter reaches a quarter", "a clamped sum", "where of doubles"),
     *("below a half", "maximum", "nonzero fraction", "additive, against -inf", "half truncated to 0 in int"),
+    *("one and a half, truncated", "rsub", "finfo.min against -inf"),
 }
 """The masks above that equal a, b or their union, which routing recognises through the constants."""
 

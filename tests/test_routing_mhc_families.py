@@ -182,7 +182,7 @@ FAMILIES: dict[str, tuple[Callable[[Tensor, P], Tensor], str]] = {
     "clamped weights": (altered(lambda z: z.sigmoid().clamp(0.1, 0.9), torch.sigmoid), "clamp is part of the weights"),
     "softmaxed": (altered(lambda z: z.softmax(-1), lambda z: z.softmax(-1)), "softmax is applied to the logits"),
     "linear": (altered(lambda z: z, lambda z: z), NOT_PHI),
-    "linear, and no iterations": (of_all(lambda z: z), NOT_PHI),
+    "linear, and no iterations": (of_all(lambda z: z), "the logits h_res are computed, and no h_pre = sigmoid("),
     "tanh before alpha": (of_all(torch.tanh), "tanh is applied to the logits; expected sigmoid(alpha * z + bias)"),
     "layer norm": (
         from_logits(lambda x, p: F.layer_norm(x.flatten(-2), (N * WIDTH,)) @ p["phi"].T),
