@@ -15,7 +15,7 @@ PACKAGE = ("mhc_inductor", "kernels", "lowerings")
 BUDGETS: dict[tuple[str, ...], int] = {
     PACKAGE: 50_965,
     ("benchmarks",): 11_019,
-    ("tests",): 57_800,
+    ("tests",): 58_100,
     ("examples",): 3_448,
 }
 
