@@ -121,7 +121,8 @@ def test_states_hooked_after_the_loop(which: list[str]) -> None:
     _kept("e79", which, late="clip")
 
 
-@pytest.mark.parametrize("place", ["h_in", "h_post", "res", "z"])
+# z goes away with the formula: of these it alone fails where a hook is not looked for.
+@pytest.mark.parametrize("place", ["h_in", "h_post", "res", pytest.param("z", marks=pytest.mark.every_case)])
 def test_values_of_a_block_hooked_after_it(place: str) -> None:
     _kept("mhc", [place], late="clip")
 
