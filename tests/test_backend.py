@@ -19,6 +19,9 @@ import mhc_inductor
 from mhc_inductor import backend, mhc_post, mhc_pre, passes
 from tests.oracles import mhc as h
 
+# Excludes compiled code from other tests and from earlier runs on this machine.
+pytestmark = pytest.mark.usefixtures("vectorised", "no_caches", "fresh")
+
 
 def layer(x, phi, alpha, bias, gamma, w):
     h_in, h_post, h_res = mhc_pre(x, phi, alpha, bias, gamma, sinkhorn_iters=2)
@@ -29,14 +32,6 @@ def leaves(tokens=6, width=32, seed=0):
     made = h.make_inputs((tokens,), 4, width, torch.float32, seed=seed)
     w = torch.randn(width, width, generator=torch.Generator().manual_seed(seed)) * width**-0.5
     return [made[k].requires_grad_() for k in ("x", "phi", "alpha", "bias", "gamma")] + [w.requires_grad_()]
-
-
-@pytest.fixture(autouse=True)
-def fresh(vectorised, no_caches):
-    """Excludes compiled code from other tests and from earlier runs on this machine."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def check_training(step, args):

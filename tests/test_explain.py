@@ -28,6 +28,7 @@ from mhc_inductor.routing.operators.kernels import KERNELS, REFERENCE, kernels_o
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = pathlib.Path(__file__).name
 N, D = 4, 16
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Plain(nn.Module):
@@ -65,13 +66,6 @@ class Plain(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def streams(seed: int = 1) -> torch.Tensor:

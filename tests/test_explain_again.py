@@ -33,11 +33,9 @@ def outer(x, k=1):
 
 
 @pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
+def limited(fresh):
     with torch._dynamo.config.patch(recompile_limit=LIMIT):
         yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(params=["apart", "older torch"])

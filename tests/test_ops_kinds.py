@@ -129,15 +129,8 @@ def _post(x: Tensor) -> Tensor:
     return mhc_inductor.mhc_post(x, x[:, 0], x[..., 0], None, transpose_res=False)
 
 
-@pytest.fixture
-def fresh(no_caches):
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_tangent_is_never_dropped_by_compiled_code(fresh, grad):
+def test_a_tangent_is_never_dropped_by_compiled_code(fresh, no_caches, grad):
     """Checks a graph that is compiled without a dual level, then with one: Inductor's code would drop the tangent."""
     x, compiled = torch.randn(3, 4, 16), torch.compile(_collapse, backend="mhc_inductor")
     want = _collapse(x)
@@ -161,7 +154,7 @@ def _dynamo_takes_tangents() -> bool:
 
 @pytest.mark.parametrize("first", ["outside", "inside"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_tangent_of_a_formula_is_never_dropped_by_compiled_code(fresh, grad, first):
+def test_a_tangent_of_a_formula_is_never_dropped_by_compiled_code(fresh, no_caches, grad, first):
     """Checks a graph that is compiled first without a tangent, outside of a dual level or inside of it."""
 
     def formula(x: Tensor) -> Tensor:
@@ -189,7 +182,7 @@ def test_a_tangent_of_a_formula_is_never_dropped_by_compiled_code(fresh, grad, f
 
 @pytest.mark.parametrize("place", ["around", "inside"])
 @pytest.mark.parametrize("transform", ["jvp", "jacfwd", "hessian"])
-def test_forward_mode_transforms_of_compiled_functions_are_refused(fresh, place, transform):
+def test_forward_mode_transforms_of_compiled_functions_are_refused(fresh, no_caches, place, transform):
     def applied(fn: Any) -> Any:
         if transform == "jvp":
             return lambda x: torch.func.jvp(fn, (x,), (torch.ones_like(x),))
@@ -203,7 +196,7 @@ def test_forward_mode_transforms_of_compiled_functions_are_refused(fresh, place,
         call(torch.randn(3, 4, 16))
 
 
-def test_reverse_mode_transforms_of_compiled_functions(fresh):
+def test_reverse_mode_transforms_of_compiled_functions(fresh, no_caches):
     def loss(x: Tensor) -> Tensor:
         return _post(x).square().sum()
 
