@@ -8,6 +8,8 @@ import cProfile
 import gc
 from collections.abc import Iterator
 
+import torch._inductor.lowering  # noqa: F401  # a million calls, which are not the pass's
+
 MOST = 3_000_000
 """About as many calls as the pass makes in a second."""
 

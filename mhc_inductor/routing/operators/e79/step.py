@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Set
 
 import torch
 from torch import Tensor, fx
@@ -73,8 +74,15 @@ class Update:
 
     state: Value
     gated: bool
+    rounded: Value | None = None
+    """The product of the state and its gates, where it is rounded: there is no step then, but almost."""
     near: set[Value] = dataclasses.field(default_factory=set)
     """What it is computed from, down to the matrices of the steps."""
+
+
+def _sources(value: Value, ends: Set[Value | None]) -> set[Value]:
+    """Returns a value and what it is computed from, down to ``ends``."""
+    return {value}.union(*(behind(a, passed=lambda v: v not in ends) for a in values_in(value.args)))
 
 
 class Recogniser:
@@ -129,7 +137,7 @@ class Recogniser:
         rounded = [v for v in self.known if written(v)]
         given = dict.fromkeys([*self.updates, *(u.state for u in self.updates.values()), *rounded])
         for value, update in self.updates.items():
-            update.near = {value}.union(*(behind(a, passed=lambda v: v not in given) for a in values_in(value.args)))
+            update.near = _sources(value, given.keys() - {update.rounded})
         n, g = self.frame.n, torch.Generator(device="cpu").manual_seed(0)
         with compat.routing.outside_compile():
             self._given = {
@@ -150,9 +158,11 @@ class Recogniser:
                 outer.update(*found)
         if len(kept) != 1 or not both <= outer:
             return None
-        factors = product(kept[0], stop).factors
+        factors, rounded = product(kept[0], stop).factors, None
+        if len(factors) == 1 and written(factors[0][0].value):
+            rounded, factors = factors[0][0].value, product(kept[0], unrounded).factors
         states = [f.value for f, e in factors if f.value in self.known and e == 1.0]
-        return Update(states[0], len(factors) > 1) if len(states) == 1 else None
+        return Update(states[0], len(factors) > 1, rounded) if len(states) == 1 else None
 
     def step(self, value: Value) -> Step | None:
         """Returns the step whose M' is ``value``, or None where it does not resemble one. Raises NearStep.
@@ -181,6 +191,8 @@ class Recogniser:
         first, last = self.updates[new], self.updates[value]
         elements = Elements(self.frame, self._given, first.near | last.near, self._data)
         wholes = [elements.computed(self.frame.matrix(v)) for v in (new, value)]
+        for inner in values_in(u.rounded.args[0] for u in (first, last) if u.rounded is not None):
+            elements.of(self.frame.matrix(inner))
         order = self.frame.i, self.frame.j
         made = [w.data if w.over == order else w.data.mT for w in wholes if w is not None and {*w.over} == {*order}]
         if len(made) != 2 or not elements.vectors:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 FEW = MAX_STREAMS * (MAX_STREAMS + 2)
 """The most rows that coefficients may have: n + n + n * n with n = MAX_STREAMS."""
+_TRIED = 48
+"""The most values that are taken for logits h_res: each is followed to the projection by itself."""
 _LIGHT = {
     aten.mul.Tensor,
     aten.mul.Scalar,
@@ -480,6 +482,7 @@ class _Residual:
         self.pre = pre
         self.chains: list[tuple[Value, Chain]] = []
         self._asked: dict[Value, Affine | None] = {}
+        self._tried = 0
 
     def choose(self, nodes: Iterable[fx.Node]) -> None:
         """Fills in the logits and the Sinkhorn iterations of the pre. Raises Mismatch."""
@@ -539,8 +542,9 @@ class _Residual:
 
     def _affine(self, value: Value) -> Affine | None:
         mine, n, kept = self.pre.pre.affine, self.pre.n, self.group.kept
-        if value.node is None or mhc.norm_behind(value, kept) is None:
+        if value.node is None or self._tried == _TRIED or mhc.norm_behind(value, kept) is None:
             return None
+        self._tried += 1
         try:
             found = mhc.affine(whole(value), whole(value), kept)
         except Unsupported:

@@ -136,16 +136,17 @@ def _difference(function: Function) -> str:
     """Returns how a Function differs from the op, as a reason, or an empty string if it does not."""
     shape = example(node_of(function.steps.logits)).shape
     *present, n, _ = map(compat.routing.hint, shape)
+    large = [size for size in present if size > 1]  # cut() leaves a size of 1 as it is
     placed, unknown = any(far(view, node) for view in function.views for node in view.nodes), ""
     if placed and any(isinstance(size, torch.SymInt) for size in shape):
         unknown = UNRUN.format(error="it names positions, and the number of tokens may change")
     with compat.routing.outside_compile():
         try:
-            return _compared(function, present if placed else _FEW, n) or unknown
+            return _compared(function, large if placed else _FEW, n) or unknown
         except Exception as error:
             why = UNRUN.format(error=said(error))
         with contextlib.suppress(Exception):  # a body may have the number of tokens in it
-            return _compared(function, present, n) or unknown
+            return _compared(function, large, n) or unknown
     return why
 
 

@@ -267,32 +267,32 @@ class Chains:
         root = self.view.value(region.root)
         if root is None or begins is None or not ends:
             return None
-        after, softmax = {*values[begins:]}.intersection(ends), values[begins].func in _SOFTMAX
-        every, found, why = self._steps(region, [root, *ends], after, softmax)
+        after = {*values[begins:]}.intersection(ends)
+        every, found, why = self._steps(region, [root, *ends], after, begins)
         chains = {every[i]: Chain(every[step.start], root, *step[1:]) for i, step in found.items()}
         return Iterations(chains, after, _miss(region, every, chains, steps, why))
 
     def _steps(
-        self, region: Region, every: list[Value], after: set[Value], softmax: bool
+        self, region: Region, every: list[Value], after: set[Value], begins: int
     ) -> tuple[list[Value], dict[int, Step], str]:
         """Returns the matrices that could be run, what they are, and why the others are nothing; the first is the root."""
         try:
-            return every, *self._run(region, every, after, softmax)
+            return every, *self._run(region, every, after, begins)
         except Exception as error:  # what cannot be run is left alone
             why = UNRUN.format(why=error if isinstance(error, NotRun) else said(error))
         some = [v for v in every if v.shape == every[0].shape]  # others may be views with the present sizes
         with contextlib.suppress(Exception):
-            return some, *self._run(region, some, after, softmax)
+            return some, *self._run(region, some, after, begins)
         return every, {}, why
 
-    def _run(self, region: Region, every: list[Value], after: set[Value], softmax: bool) -> tuple[dict[int, Step], str]:
+    def _run(self, region: Region, every: list[Value], after: set[Value], begins: int) -> tuple[dict[int, Step], str]:
         """Returns the step that each matrix is, by its number, and why the others are none."""
         piece, starts = piece_of(self.view, region.root, [*map(node_of, every[1:])]), self._starts(every, after)
         floats = tuple(f.node.hint for n in piece.inputs if isinstance(f := example(n), torch.SymFloat))
-        key = piece.structure(), str(example(region.root).shape), softmax, floats, starts
+        key = piece.structure(), str(example(region.root).shape), begins, floats, starts
         if key not in self._known:
             with compat.routing.outside_compile():
-                self._known[key] = _Runs(region, piece, softmax).steps(starts)
+                self._known[key] = _Runs(region, piece, begins).steps(starts)
         found, why = self._known[key]
         if any(not step.steps % 2 for step in found.values()):
             fix(piece)
@@ -338,9 +338,10 @@ def _divides(value: Value) -> bool:
 class _Runs:
     """Runs one piece on data."""
 
-    def __init__(self, region: Region, piece: Piece, softmax: bool) -> None:
+    def __init__(self, region: Region, piece: Piece, begins: int) -> None:
         self.region, self.n = region, compat.routing.hint(example(region.root).shape[-1])  # int() would fix the size
-        numbers, most = numbers_in(region.values), min(len(region.values) + 1, _MOST)
+        numbers, most = numbers_in(region.values), min(len(region.values) - begins + 1, _MOST)
+        softmax = region.values[begins].func in _SOFTMAX
         plain, *others = kinds(numbers)
         self.grad = any(region.view.modes_at(n).grad for n in region.nodes)
         self.kinds, self.plain, self.apart = [*plain, *itertools.chain(*others)], len(plain), False
