@@ -123,7 +123,7 @@ class Cutter:
             yield (), made.permute([order.index(d) for d in range(len(shape))])
 
     def _calls(self, node: fx.Node, env: Feed) -> Iterator[tuple[Any, Any]]:
-        args, kwargs = compat.tree_map_only((torch.device, str), _on_cpu, (node.args, node.kwargs))
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), _on_cpu)
         given, options = fx.node.map_arg((args, kwargs), env.__getitem__)
         name, ours = name_of(node), str(node.target).startswith("mhc_inductor.")  # an op may keep parts of a sequence
         shapes = None if ours else node.meta.get(SHAPES)
@@ -240,8 +240,9 @@ def _large(node: fx.Node, *call: Any) -> bool:
     return False
 
 
-def _on_cpu(device: torch.device | str) -> torch.device | str:
-    return "cpu" if isinstance(device, torch.device) or device.partition(":")[0] in _DEVICES else device
+def _on_cpu(arg: Any) -> Any:
+    named = isinstance(arg, str) and arg.partition(":")[0] in _DEVICES
+    return "cpu" if named or isinstance(arg, torch.device) else arg
 
 
 def present(node: fx.Node) -> tuple[int, ...]:
