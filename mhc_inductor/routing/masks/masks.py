@@ -17,7 +17,7 @@ import torch
 
 from mhc_inductor.routing.graph.bounds import TooLarge, remembered
 from mhc_inductor.routing.graph.expressions import Ref, _reduced, aten
-from mhc_inductor.routing.graph.index import Size, Unsupported, Var, var
+from mhc_inductor.routing.graph.index import Size, Unsupported
 from mhc_inductor.routing.graph.values import Value, is_given
 from mhc_inductor.routing.masks.additive import Additive, PossibleValues
 from mhc_inductor.routing.masks.elements import (
@@ -149,8 +149,6 @@ class Masks:
         found = self.placed.structured(ref, want, self.truth)
         if found is not None:
             return found
-        if func is aten.isin.Tensor_Tensor and want and len(value.args) == 2 and not value.kwargs:
-            return self._among(ref)
         if keyed(ref) and not self.by_key:
             raise KeyData(ref)
         return [All(frozenset({Given(ref, want)}))]
@@ -172,14 +170,6 @@ class Masks:
             self.note(ref, self.truth(inside, not want))
             raise Unsupported
         return [All(c.literals, c.bound + tuple(bound)) for c in self.truth(inside, want)]
-
-    def _among(self, ref: Ref) -> AnyOf:
-        """Evaluates ``isin``: whether an element equals one of another tensor's."""
-        of, tests = ref.value.args
-        bound = [Var(s) for s in tests.shape]
-        this = self.whole(operand(of, ref))
-        found = compared("eq", this, self.whole(Ref(tests, tuple(var(v) for v in bound))))
-        return [All(c.literals, (*c.bound, *bound)) for c in found]
 
     def _comparison(self, ref: Ref, op: str, want: bool) -> AnyOf:
         left, right = ref.value.args[:2]
