@@ -123,7 +123,8 @@ class Cutter:
             yield (), made.permute([order.index(d) for d in range(len(shape))])
 
     def _calls(self, node: fx.Node, env: Feed) -> Iterator[tuple[Any, Any]]:
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), _on_cpu)
+        placed: Any = fx.node.map_aggregate((node.args, node.kwargs), _on_cpu)
+        args, kwargs = placed
         given, options = fx.node.map_arg((args, kwargs), env.__getitem__)
         name, ours = name_of(node), str(node.target).startswith("mhc_inductor.")  # an op may keep parts of a sequence
         shapes = None if ours else node.meta.get(SHAPES)
