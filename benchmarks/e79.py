@@ -20,7 +20,6 @@ from mhc_inductor.ops.e79 import segment_length
 
 from . import accuracy, report, running, timing
 from . import e79_cases as cases
-from . import e79_targets as targets
 from .e79_cases import Case, make_case
 from .report import Result, Row, Table, us, yes
 from .routing import summary, watched
@@ -41,7 +40,7 @@ class Settings(running.Settings):
     parts: tuple[str, ...] = GPU_PARTS
     rounds: int = 40
     budget_s: float = 90.0
-    sizes: tuple[int, ...] = targets.SIZES
+    sizes: tuple[int, ...] = cases.SIZES
     batch: int | None = None
     steps: int | None = None
     cpu_parts = CPU_PARTS
@@ -55,9 +54,9 @@ class Run(running.PartRun[Settings]):
 
     def some_sizes(self) -> tuple[int, ...]:
         """Returns the n for the parts that do not run at every n."""
-        return tuple(n for n in self.s.sizes if n in targets.BATCH_SIZES) or self.s.sizes[:1]
+        return tuple(n for n in self.s.sizes if n in cases.BATCH_SIZES) or self.s.sizes[:1]
 
-    def case(self, n: int, batch: int = targets.BATCH, steps: int = targets.STEPS, **kwargs: Any) -> Case:
+    def case(self, n: int, batch: int = cases.BATCH, steps: int = cases.STEPS, **kwargs: Any) -> Case:
         return make_case(n, self.s.batch or batch, self.s.steps or steps, self.device, **kwargs)
 
     # ---- variants
@@ -96,7 +95,7 @@ class Run(running.PartRun[Settings]):
         """Yields the eager Python loop over a few steps; its time per step does not depend on T."""
         for what in ("fwd", "fb"):
             build = lambda w=what: cases.call(cases.loop, case, w)  # noqa: E731
-            yield Variant(what, targets.EAGER, build, case=case, capture=False)
+            yield Variant(what, cases.EAGER, build, case=case, capture=False)
 
     # ---- running
 
@@ -113,8 +112,8 @@ class Run(running.PartRun[Settings]):
     def add_figures(self, row: Row, t: timing.Timing, calls: int) -> None:
         """Adds to a row the call's times divided by T, and the bars if it has any."""
         row |= t.over(calls * row["T"]).as_json()
-        record = (row["B"], row["T"], row["dtype"], row["bias"]) == (targets.BATCH, targets.STEPS, "float32", "fixed")
-        target = targets.TARGETS.get((row["what"], row["n"]))
+        record = (row["B"], row["T"], row["dtype"], row["bias"]) == (cases.BATCH, cases.STEPS, "float32", "fixed")
+        target = cases.TARGETS.get((row["what"], row["n"]))
         if target is not None and record and row["variant"] in ("ops", "compiled"):
             row |= target.of(row, self.bars_apply)
 
@@ -137,12 +136,12 @@ class Run(running.PartRun[Settings]):
     def batch(self) -> None:
         """Measures the time by B, which should be flat up to one sequence per multiprocessor."""
         for n in self.some_sizes():
-            group = [v for b in targets.BATCHES for v in self.ours(self.case(n, b), False)]
+            group = [v for b in cases.BATCHES for v in self.ours(self.case(n, b), False)]
             self.time([dataclasses.replace(v, check=None) for v in group], self.result["batch"])
 
     def further(self) -> None:
         """Measures the dtypes and bias modes that have no bars."""
-        for kwargs in targets.FURTHER:
+        for kwargs in cases.FURTHER:
             self.time(list(self.ours(self.case(self.some_sizes()[0], **kwargs), False)), self.result["further"])
 
     def decode(self) -> None:
@@ -154,7 +153,7 @@ class Run(running.PartRun[Settings]):
             )
 
         for n in self.some_sizes():
-            for batch in (1, targets.BATCH):
+            for batch in (1, cases.BATCH):
                 case = make_case(n, self.s.batch or batch, 1, self.device, states=True)
                 cold = list(self.ours(case, True, ("fwd",)))
                 self.time(cold + [chain(v) for v in cold if self.gpu], self.result["decode"])
@@ -162,12 +161,12 @@ class Run(running.PartRun[Settings]):
 
     def memory(self) -> None:
         """Measures the peak memory of forward + backward above inputs and outputs, in MB (10^6 bytes)."""
-        case = self.case(*targets.MEMORY_SHAPE)
+        case = self.case(*cases.MEMORY_SHAPE)
         n, batch, steps = case.sizes
         for variant in ("ops", "compiled") if self.s.compiled else ("ops",):
-            row: Row = {"variant": variant, "n": n, "B": batch, "T": steps, "bar_mb": targets.PEAK_BAR_MB}
+            row: Row = {"variant": variant, "n": n, "B": batch, "T": steps, "bar_mb": cases.PEAK_BAR_MB}
             segment = segment_length(n, batch, steps)
-            row |= {"segment": segment, "formula_mb": round(targets.stated_mb(n, batch, steps, segment), 2)}
+            row |= {"segment": segment, "formula_mb": round(cases.stated_mb(n, batch, steps, segment), 2)}
             self.peak(row, lambda v=variant: cases.call(self.scan(v == "compiled"), case, "fb"))
 
     def accuracy(self) -> None:
@@ -208,22 +207,22 @@ class Run(running.PartRun[Settings]):
 
     def cpu(self) -> None:
         """Measures the op and the loop on two threads."""
-        n, batch, steps = targets.CPU_SHAPE
-        with running.threads(targets.CPU_THREADS):
+        n, batch, steps = cases.CPU_SHAPE
+        with running.threads(cases.CPU_THREADS):
             case = self.case(n if n in self.s.sizes else self.some_sizes()[0], batch, steps)
             self.time([*self.ours(case, True), *self.eager_loop(case)], self.result["cpu"])
-        eager = {r["what"]: r["median_us"] for r in self.result["cpu"] if r["variant"] == targets.EAGER}
+        eager = {r["what"]: r["median_us"] for r in self.result["cpu"] if r["variant"] == cases.EAGER}
         for r in self.result["cpu"]:
             if "median_us" in r and r["what"] in eager:
                 r["speedup"] = round(eager[r["what"]] / r["median_us"], 3)
-                bars_apply = case.sizes == targets.CPU_SHAPE and r["what"] == "fwd"
-                if bars_apply and r["variant"] != targets.EAGER:
-                    r |= {"bar_speedup": targets.CPU_SPEEDUP_BAR, "met_bar": r["speedup"] >= targets.CPU_SPEEDUP_BAR}
+                bars_apply = case.sizes == cases.CPU_SHAPE and r["what"] == "fwd"
+                if bars_apply and r["variant"] != cases.EAGER:
+                    r |= {"bar_speedup": cases.CPU_SPEEDUP_BAR, "met_bar": r["speedup"] >= cases.CPU_SPEEDUP_BAR}
 
     def rollup(self) -> None:
         """Measures compiling a Python loop with the plugin, which rolls it up."""
-        n, batch = targets.ROLLUP_SHAPE
-        for steps in targets.ROLLUP_STEPS if self.s.steps is None else (self.s.steps,):
+        n, batch = cases.ROLLUP_SHAPE
+        for steps in cases.ROLLUP_STEPS if self.s.steps is None else (self.s.steps,):
             self.report(f"compiling a loop of {steps} steps")
             self.result["rollup"].append(rolled_up(make_case(n, self.s.batch or batch, steps, self.device)))
 
@@ -288,7 +287,7 @@ TABLES: report.Makers = {
         f"{_CELLS}|{{us_bar}}|{{us_goal}}|{{apart}}",
         _apart,
     ),
-    "batch": _plain(f"The batch: flat up to one sequence a multiprocessor ({targets.FLAT_UP_TO} on an H200)"),
+    "batch": _plain(f"The batch: flat up to one sequence a multiprocessor ({cases.FLAT_UP_TO} on an H200)"),
     "further": _plain("Other dtypes and bias modes"),
     "decode": _plain("Decoding: one step from given states (a chain: mean of calls in one graph)"),
     "memory": Table(
@@ -304,7 +303,7 @@ TABLES: report.Makers = {
     ),
     "determinism": report.determinism("n x B x T"),
     "cpu": Table(
-        f"On a CPU, {targets.CPU_THREADS} threads", f"{_TIMES}|of the loop|bar", _CELLS + "|{of_loop}|{bar}", _speedup
+        f"On a CPU, {cases.CPU_THREADS} threads", f"{_TIMES}|of the loop|bar", _CELLS + "|{of_loop}|{bar}", _speedup
     ),
     "rollup": Table(
         "A Python loop compiled with gradients, cold",
@@ -370,7 +369,7 @@ def _flatness(axis: Any, rows: Sequence[Row]) -> None:
         for what, style in zip(report.WHAT, ("o-", "s--"), strict=True):
             of = sorted((r["B"], r["median_us"]) for r in rows if (r["n"], r["what"]) == (n, what))
             axis.plot(*zip(*of, strict=True), style, label=f"n = {n}, {report.WHAT[what]}", markersize=4)
-    axis.axvline(targets.FLAT_UP_TO, color="#999999", linewidth=1, linestyle=":")
+    axis.axvline(cases.FLAT_UP_TO, color="#999999", linewidth=1, linestyle=":")
     axis.set_ylim(bottom=0)
     axis.set_xlabel("sequences (B); dotted: multiprocessors of an H200", fontsize=9)
     axis.set_title("µs a time step by batch", loc="left", fontsize=10)

@@ -16,9 +16,7 @@ import torch
 
 from . import accuracy, report, running, timing
 from . import index_cases as cases
-from . import index_targets as targets
-from .index_cases import Case, make_case
-from .index_targets import BOTH, COMPILE, LOSS, SCORES, TORCH_TOPK, Shape
+from .index_cases import BOTH, COMPILE, LOSS, SCORES, TORCH_TOPK, Case, Shape, make_case
 from .report import Result, Row, Table
 from .variants import Clock, Variant, measure
 
@@ -56,7 +54,7 @@ class Run(running.PartRun[Settings]):
         if self.gpu and row["what"] == SCORES:
             pairs = shape.tokens * (shape.tokens + 1) // 2
             row["tflops"] = round(2 * pairs * shape.heads * shape.dim / row["median_us"] / 1e6, 1)
-        target = targets.TARGETS.get((shape.name, row["what"]))
+        target = cases.TARGETS.get((shape.name, row["what"]))
         if target is not None and row["variant"] == "ops" and not self.s.small:
             row |= target.of(row, self.bars_apply)
 
@@ -64,7 +62,7 @@ class Run(running.PartRun[Settings]):
 
     def speed(self) -> None:
         """Measures scores, choice and both, next to ``torch.topk`` and the compiled formula."""
-        for shape in map(self.sized, targets.SHAPES):
+        for shape in map(self.sized, cases.SHAPES):
             self.speed_of(make_case(shape, self.device))
             self.compare(shape.name)
 
@@ -97,14 +95,14 @@ class Run(running.PartRun[Settings]):
 
     def errors(self) -> None:
         """Compares scores and choices of sampled queries with fp64, next to the plain formula; checks equal bits."""
-        for shape in map(self.sized, targets.SHAPES):
+        for shape in map(self.sized, cases.SHAPES):
             self.report(f"errors: {shape.name}")
             case = make_case(shape, self.device)
             at = cases.sample_of(shape.tokens, SAMPLED, self.device)
             want = cases.exact(case, at)
             outs = [{"scores": cases.scores(case), "chosen": cases.chosen(case)} for _ in range(2)]
             plain = cases.formula(case.q[:, at], case.k, case.w[:, at], case.scale, at)[0]
-            wrong = cases.wrongly_chosen(outs[0]["chosen"][0, at], want, targets.RELATIVE_BAR)
+            wrong = cases.wrongly_chosen(outs[0]["chosen"][0, at], want, cases.RELATIVE_BAR)
             errors = {"scores": _error(*(cases.score_error(x, want) for x in (outs[0]["scores"][0, at], plain)))}
             if has_loss(shape):
                 errors["loss"] = self.loss_error(case, at, outs)
@@ -126,14 +124,14 @@ class Run(running.PartRun[Settings]):
 
     def memory(self) -> None:
         """Measures the peaks of one choice, at ``LONG`` too, and of a loss, beyond inputs and outputs."""
-        for shape in map(self.sized, (targets.SHAPES[0], targets.LONG)):
+        for shape in map(self.sized, (cases.SHAPES[0], cases.LONG)):
             case = make_case(shape, self.device)
             few = {"q": case.q[:, :256], "w": case.w[:, :256], "limit": case.limit[:, :256]}
             cases.chosen(dataclasses.replace(case, **few))  # compiles the kernels
             self.result["memory"].append(self.memory_of(shape, functools.partial(cases.chosen, case)))
             del case
             self.tidy()
-        shape = self.sized(targets.SHAPES[0])
+        shape = self.sized(cases.SHAPES[0])
         args = cases.loss_arguments(make_case(shape, self.device))
         cases.trained(args)  # compiles the kernels
         row = self.memory_of(shape, functools.partial(cases.trained, args))
@@ -141,20 +139,20 @@ class Run(running.PartRun[Settings]):
 
     def memory_of(self, shape: Shape, call: Callable[[], Any]) -> Row:
         start = time.perf_counter()
-        found = running.peak_memory(call, self.device, targets.MEMORY_BAR_MB)
+        found = running.peak_memory(call, self.device, cases.MEMORY_BAR_MB)
         row = {**dataclasses.asdict(shape), **found, "seconds": round(time.perf_counter() - start, 3)}
-        row |= {"bar_mb": round(targets.MEMORY_BAR_MB, 1), "goal_mb": round(targets.MEMORY_GOAL_MB, 1)}
-        return row | {"met_goal": found["peak_above_mb"] <= targets.MEMORY_GOAL_MB}
+        row |= {"bar_mb": round(cases.MEMORY_BAR_MB, 1), "goal_mb": round(cases.MEMORY_GOAL_MB, 1)}
+        return row | {"met_goal": found["peak_above_mb"] <= cases.MEMORY_GOAL_MB}
 
 
 def _error(relative: float, plain: float) -> Row:
-    met = relative <= targets.RELATIVE_BAR
-    return {"relative": relative, "plain": plain, "bar": targets.RELATIVE_BAR, "met": met}
+    met = relative <= cases.RELATIVE_BAR
+    return {"relative": relative, "plain": plain, "bar": cases.RELATIVE_BAR, "met": met}
 
 
 def has_loss(shape: Shape) -> bool:
     """Returns whether the loss is measured at a shape."""
-    return (shape.name, LOSS) in targets.TARGETS
+    return (shape.name, LOSS) in cases.TARGETS
 
 
 def written(outputs: Any) -> bool:

@@ -20,10 +20,8 @@ import torch
 from . import attention, lists_fill, report, running, timing
 from . import lists_cases as cases
 from . import lists_peers as peers
-from . import lists_targets as targets
 from .attention import Named
-from .lists_cases import Case, make_case
-from .lists_targets import Shape
+from .lists_cases import Case, Shape, make_case
 from .report import Result, Row, Section, Table
 from .variants import Clock, Variant, measure
 
@@ -47,12 +45,12 @@ PLACES = ("crossing", "peers")
 WRONG = 0.05
 """A relative error against fp64 above which an output in bf16 is not the formula's."""
 TIMES = {
-    targets.DENSE_MASKED: "times_masked",
-    targets.DENSE_ALL: "times_dense",
-    targets.GATHER: "times_gather",
-    targets.RANGES: "times_ranges",
-    targets.TILELANG: "times_tilelang",
-    targets.ATTN_GYM: "times_attn_gym",
+    cases.DENSE_MASKED: "times_masked",
+    cases.DENSE_ALL: "times_dense",
+    cases.GATHER: "times_gather",
+    cases.RANGES: "times_ranges",
+    cases.TILELANG: "times_tilelang",
+    cases.ATTN_GYM: "times_attn_gym",
 }
 """How many times as long each peer takes, by its name, in the op's row."""
 
@@ -62,7 +60,7 @@ class Settings(running.Settings):
     """Settings of one run. ``earlier``: the result of a run to go on from; ``budget_s`` includes compiling."""
 
     parts: tuple[str, ...] = PARTS
-    shapes: tuple[str, ...] = tuple(targets.SHAPES)
+    shapes: tuple[str, ...] = tuple(cases.SHAPES)
     budget_s: float = 480.0
     earlier: Row | None = None
 
@@ -75,7 +73,7 @@ class Run(attention.Run[Settings]):
 
     def __init__(self, settings: Settings, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
         super().__init__(settings, save, report)
-        self.result["skipped"][targets.FLA] = targets.NO_FLA
+        self.result["skipped"][cases.FLA] = cases.NO_FLA
         self.earlier = settings.earlier or {}
         if self.earlier:
             lists_fill.same_machine(self.result, self.earlier)
@@ -83,7 +81,7 @@ class Run(attention.Run[Settings]):
 
     @property
     def shapes(self) -> list[Shape]:
-        return [self.sized(targets.SHAPES[name]) for name in self.s.shapes]
+        return [self.sized(cases.SHAPES[name]) for name in self.s.shapes]
 
     def jobs(self) -> running.Jobs:
         return jobs(self.s.shapes, self.s.parts)
@@ -128,7 +126,7 @@ class Run(attention.Run[Settings]):
 
         def check(row: Row, got: Named) -> Row:
             added: Row = {"finite": attention.finite(got)}
-            if row["variant"] in targets.OTHER_KEYS:
+            if row["variant"] in cases.OTHER_KEYS:
                 return added
             errors = {n: cases.relative(t, want[n]) for n, t in cases.picked(got, at).items() if n != "lse"}
             return added | {f"{n}_error": e for n, e in errors.items()}
@@ -145,18 +143,18 @@ class Run(attention.Run[Settings]):
     def add_figures(self, shape: Shape, row: Row, t: timing.Timing, pairs: int) -> None:
         """Adds to a row its times and rate."""
         row |= t.in_ms()
-        if row["variant"] not in targets.OTHER_KEYS and self.gpu:
-            row["tflops"] = round(targets.operations(shape, pairs, row["what"]) / row["median_us"] / 1e6, 1)
+        if row["variant"] not in cases.OTHER_KEYS and self.gpu:
+            row["tflops"] = round(cases.operations(shape, pairs, row["what"]) / row["median_us"] / 1e6, 1)
 
     def add_bars(self, row: Row) -> None:
         """Adds to a row of the op the bars that it has."""
         key = (row["case"], row["what"])
         if "median_us" not in row or not self.gpu or self.s.small:
             return
-        if key in targets.PUBLISHED:
-            row["published"] = targets.PUBLISHED[key]
-        if key in targets.TARGETS:
-            row |= targets.TARGETS[key].of(row, self.bars_apply)
+        if key in cases.PUBLISHED:
+            row["published"] = cases.PUBLISHED[key]
+        if key in cases.TARGETS:
+            row |= cases.TARGETS[key].of(row, self.bars_apply)
 
     # ---- parts
 
@@ -206,10 +204,10 @@ class Run(attention.Run[Settings]):
 
     def crossing(self) -> None:
         """Measures the op by the length of the lists next to dense causal attention, by tokens, for both widths."""
-        lengths, counts = targets.CROSSING_LENGTHS, targets.CROSSING_LISTS
+        lengths, counts = cases.CROSSING_LENGTHS, cases.CROSSING_LISTS
         if self.s.small:
             lengths, counts = (32, 64), (4, 16)
-        for width, kind in targets.WIDTHS.items():
+        for width, kind in cases.WIDTHS.items():
             for length in lengths:
                 name = f"D = {width}, {'V = K' if kind.shared else 'K and V apart'}"
                 shapes = [self.sized(kind).of(length, length, count, name=name) for count in counts]
@@ -262,7 +260,7 @@ class Run(attention.Run[Settings]):
 def _header(shape: Shape, what: str, variant: str) -> Row:
     """Returns what names a row."""
     row = cases.case_values(shape) | {"what": what, "variant": variant}
-    return row | ({"n": row["S_kv"]} if variant in targets.OTHER_KEYS else {})
+    return row | ({"n": row["S_kv"]} if variant in cases.OTHER_KEYS else {})
 
 
 def _found(header: Row, rows: Iterable[Row]) -> Row | None:
@@ -288,14 +286,14 @@ def compile_ours(shape: Shape, dtype: torch.dtype = BF16, forward: bool = True) 
 
 def compile_crossing(width: int) -> None:
     """Runs the op for each length of the lists that the crossing has."""
-    for count in targets.CROSSING_LISTS:
-        compile_ours(targets.WIDTHS[width].of(4096, 4096, count), forward=False)
+    for count in cases.CROSSING_LISTS:
+        compile_ours(cases.WIDTHS[width].of(4096, 4096, count), forward=False)
 
 
 def compile_ranges(name: str) -> None:
     """Runs the selection op over ranges of one key."""
-    shape = targets.SHAPES[name]
-    peers.make(targets.RANGES, make_case(shape, torch.device("cuda")), "fwd" if shape.decodes else "fb")[0]()
+    shape = cases.SHAPES[name]
+    peers.make(cases.RANGES, make_case(shape, torch.device("cuda")), "fwd" if shape.decodes else "fb")[0]()
     torch.cuda.synchronize()
 
 
@@ -303,13 +301,13 @@ def jobs(names: Sequence[str], parts: Sequence[str]) -> running.Jobs:
     """Returns what to compile side by side for these shapes and parts."""
     found: running.Jobs = {}
     if {"speed", "errors", "memory", "peers"} & set(parts):
-        found |= {name: (compile_ours, (targets.SHAPES[name],)) for name in names}
+        found |= {name: (compile_ours, (cases.SHAPES[name],)) for name in names}
     if "errors" in parts:
         for name in (name for name in NARROW_AND_FULL if name in names):
-            shape = targets.SHAPES[name].for_gradients()
+            shape = cases.SHAPES[name].for_gradients()
             found |= {f"{name}, {d}": (compile_ours, (shape, d, False)) for d in (F16, F32)}
     if "crossing" in parts:
-        found |= {f"crossing, D = {width}": (compile_crossing, (width,)) for width in targets.WIDTHS}
+        found |= {f"crossing, D = {width}": (compile_crossing, (width,)) for width in cases.WIDTHS}
     if "peers" in parts:
         found |= {f"ranges, {name}": (compile_ranges, (name,)) for name in names}
     return found
@@ -451,7 +449,7 @@ def table(result: Result) -> str:
     """Returns the whole run as Markdown."""
     lines = [*report.facts(result), *_origins(result), report.timing_of(result)]
     known = {r["case"] for r in result["rows"]}
-    lines += [f"{name}: {meaning}" for name, meaning in targets.MEANINGS.items() if name in known]
+    lines += [f"{name}: {meaning}" for name, meaning in cases.MEANINGS.items() if name in known]
     lines.append("TFLOP/s: 2 products of every listed pair forward, 7 forward and backward")
     missed = [f"{r['case']}, {report.WHAT[r['what']]}" for r in result["rows"] if r.get("met_bar") is False]
     if missed:

@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import mhc_inductor
 
 from . import lists_cases as cases
-from . import lists_targets as targets
 from .attention import Call
 from .lists_cases import Attend, Case, call
 
@@ -177,10 +176,10 @@ _failed: dict[tuple[str, str], str] = {}
 
 def missing(name: str) -> str | None:
     """Returns why a package's row cannot be measured here, or None."""
-    package = {targets.TILELANG: "tilelang", targets.ATTN_GYM: "attn_gym"}[name]
+    package = {cases.TILELANG: "tilelang", cases.ATTN_GYM: "attn_gym"}[name]
     if importlib.util.find_spec(package) is None:
         return f"not installed: pip install {package}"
-    if name == targets.TILELANG and not os.path.isfile(os.environ.get(EXAMPLE, "")):
+    if name == cases.TILELANG and not os.path.isfile(os.environ.get(EXAMPLE, "")):
         return f"{EXAMPLE} does not name a file: the wheel has no examples"
     return None
 
@@ -255,20 +254,20 @@ def packaged(name: str, case: Case, what: str, first: bool = True) -> Made:
     """Returns the call of another package; on a GPU once its ``first`` call came to an end in a process of its own."""
     if first and case.q.is_cuda:
         first_call(name, case, what)
-    return call(case, what, _tilelang(case) if name == targets.TILELANG else _attn_gym(case)), ""
+    return call(case, what, _tilelang(case) if name == cases.TILELANG else _attn_gym(case)), ""
 
 
 def make(name: str, case: Case, what: str) -> Made:
     """Returns the call of the peer of this name."""
-    makers = {targets.RANGES: ranges, targets.GATHER: compiled_gather, targets.DENSE_MASKED: masked}
-    makers |= {targets.PLAIN: compiled_causal, targets.DENSE_ALL: unmasked, targets.DENSE_CAUSAL: unmasked}
-    makers |= {other: functools.partial(packaged, other) for other in targets.PACKAGES}
+    makers = {cases.RANGES: ranges, cases.GATHER: compiled_gather, cases.DENSE_MASKED: masked}
+    makers |= {cases.PLAIN: compiled_causal, cases.DENSE_ALL: unmasked, cases.DENSE_CAUSAL: unmasked}
+    makers |= {other: functools.partial(packaged, other) for other in cases.PACKAGES}
     return makers[name](case, what)
 
 
 def main(name: str, case_name: str, what: str) -> None:
     """Makes one call of a package's attention, or of it and its gradients."""
-    case = cases.make_case(targets.SHAPES[case_name], torch.device("cuda"))
+    case = cases.make_case(cases.SHAPES[case_name], torch.device("cuda"))
     packaged(name, case, what, first=False)[0]()
     torch.cuda.synchronize()
 

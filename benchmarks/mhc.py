@@ -24,7 +24,6 @@ import torch
 from . import environment, report, running, timing
 from . import mhc_calls as calls
 from . import mhc_cases as cases
-from . import mhc_targets as targets
 from .accuracy import equal_bits
 from .mhc_cases import Inputs, Named, make_inputs
 from .report import Result, Row, Table, us, yes
@@ -105,7 +104,7 @@ class Run(running.PartRun[Settings]):
         return self.s.tokens or min(tokens, CPU_TOKENS), self.s.dim or CPU_DIM
 
     def inputs(self, tokens: int, dim: int, **kwargs: Any) -> Inputs:
-        return make_inputs((tokens,), targets.N, dim, self.device, **kwargs)
+        return make_inputs((tokens,), cases.N, dim, self.device, **kwargs)
 
     # ---- variants
 
@@ -154,16 +153,16 @@ class Run(running.PartRun[Settings]):
 
             return name, get
 
-        yield once(targets.EAGER, lambda: calls.Plain(compiled=False))
+        yield once(cases.EAGER, lambda: calls.Plain(compiled=False))
         # Compiling the plain formula takes longer than everything else, so compile it at one width only.
         if compiled and self.s.compiled and i.x.shape[-1] == self.tokens_and_dim(1, 4096)[1]:
-            yield once(targets.COMPILE, lambda: calls.Plain(compiled=True))
+            yield once(cases.COMPILE, lambda: calls.Plain(compiled=True))
         if i.gamma is not None:
             self.result["skipped"]["Liger, npu rows"] = "Liger has no gamma"
         elif missing := (calls.liger_missing() if self.gpu else "Liger's kernels need a GPU"):
-            self.result["skipped"][targets.LIGER] = missing
+            self.result["skipped"][cases.LIGER] = missing
         else:
-            yield once(targets.LIGER, calls.Liger)
+            yield once(cases.LIGER, calls.Liger)
 
     # ---- running
 
@@ -192,7 +191,7 @@ class Run(running.PartRun[Settings]):
         torch.compiler.reset()
         if name == "npu" or name.isdigit():
             dim, npu = (4096, True) if name == "npu" else (int(name), False)
-            i = self.inputs(*self.tokens_and_dim(targets.TOKENS, dim), npu=npu)
+            i = self.inputs(*self.tokens_and_dim(cases.TOKENS, dim), npu=npu)
             self.time(name, list(self.case_variants(i, "npu_" if npu else "")), self.result["rows"])
         elif name == "memory" and not self.gpu:
             self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
@@ -213,12 +212,12 @@ class Run(running.PartRun[Settings]):
 
     def memory(self) -> None:
         """Measures the peak memory of forward + backward above inputs and outputs, in MB (10^6 bytes)."""
-        tokens, dim = self.tokens_and_dim(targets.TOKENS, 4096)
+        tokens, dim = self.tokens_and_dim(cases.TOKENS, 4096)
         every: dict[str, Callable[[Inputs], Any]] = {"ops": calls.ops_fb, "eager": calls.autograd_fb(False)}
         if self.s.compiled:
             every["compiled"] = calls.autograd_fb(True)
         for name, call in every.items():
-            row: Row = {"variant": name, "tokens": tokens, "dim": dim, "bar_mb": targets.PEAK_BAR_MB}
+            row: Row = {"variant": name, "tokens": tokens, "dim": dim, "bar_mb": cases.PEAK_BAR_MB}
             i = self.inputs(tokens, dim)
             for t in i.leaves() if name != "ops" else ():
                 t.requires_grad_()
@@ -311,9 +310,9 @@ def _no_grad(call: Callable[[], Any]) -> Callable[[], Any]:
 def row_header(v: Variant) -> Row:
     """Returns what names a row, the floor of its time, and its bars if it has any."""
     tokens, _, dim = v.case.x.shape
-    row: Row = {"what": v.what, "variant": v.variant, "tokens": tokens, "n": targets.N, "dim": dim}
-    row["floor_us"] = targets.floor_us(v.what, tokens, dim, phi=tokens < 1024)
-    target = targets.TARGETS.get((v.what, dim)) if tokens == targets.TOKENS else None
+    row: Row = {"what": v.what, "variant": v.variant, "tokens": tokens, "n": cases.N, "dim": dim}
+    row["floor_us"] = cases.floor_us(v.what, tokens, dim, phi=tokens < 1024)
+    target = cases.TARGETS.get((v.what, dim)) if tokens == cases.TOKENS else None
     if target is not None:
         name, time = target.best_peer or (None, None)
         row |= target.of(row, False) | {"best_peer": name, "best_peer_us": time}
@@ -361,26 +360,26 @@ def record_case(device: torch.device) -> Row:
     """
     draws: dict[str, dict[str, list[float]]] = {"ops": {}, "plain formula": {}}
     for _ in range(RECORD_DRAWS):
-        i = make_inputs(targets.RECORD_SHAPE[:2], *targets.RECORD_SHAPE[2:], device, npu=True, record=True)
+        i = make_inputs(cases.RECORD_SHAPE[:2], *cases.RECORD_SHAPE[2:], device, npu=True, record=True)
         got = calls.ops_fb(i)
         exact = cases.parameter_gradients(i, got, torch.float64)
         for kind, values in zip(draws, (got, cases.parameter_gradients(i, got, torch.float32)), strict=True):
-            for name in targets.RECORD_BARS:
+            for name in cases.RECORD_BARS:
                 apart = float((values[name].double() - exact[name].reshape(values[name].shape)).abs().max())
                 draws[kind].setdefault(name, []).append(apart if math.isfinite(apart) else math.nan)
 
     def entry(name: str, all_: list[float]) -> Row:
-        worst, bar = math.nan if any(map(math.isnan, all_)) else statistics.median(all_), targets.RECORD_BARS[name]
+        worst, bar = math.nan if any(map(math.isnan, all_)) else statistics.median(all_), cases.RECORD_BARS[name]
         return {"absolute": worst, "draws": all_, "bar_absolute": bar, "met": worst <= bar}
 
     errors = {kind: {name: entry(name, all_) for name, all_ in of.items()} for kind, of in draws.items()}
-    row: Row = {"case": "shape of record, backward alone", "shape": list(targets.RECORD_SHAPE), "dtype": "bfloat16"}
+    row: Row = {"case": "shape of record, backward alone", "shape": list(cases.RECORD_SHAPE), "dtype": "bfloat16"}
     return row | {"errors": errors}
 
 
 def determinism(device: torch.device, dim: int, tokens: int) -> list[Row]:
     """Checks for equal bits in two runs and, on a GPU, of a token alone, in small batches and in the whole batch."""
-    i = make_inputs((tokens,), targets.N, dim, device)
+    i = make_inputs((tokens,), cases.N, dim, device)
     first, second = calls.ops_fb(i), calls.ops_fb(i)
     rows = [{"check": "two runs", "shape": list(i.x.shape), **equal_bits(first, second)}]
     if device.type == "cpu":
@@ -440,7 +439,7 @@ def _sizes(result: Result, part: str, size: str) -> str:
 
 def _decoding(result: Result) -> str:
     text = f"Decoding, D = {_sizes(result, 'decode', 'dim')} (a chain: mean of calls in one graph, caches warm)"
-    return text + (f"; {targets.DECODE_PEERS}" if result["device"]["type"] == "cuda" else "")
+    return text + (f"; {cases.DECODE_PEERS}" if result["device"]["type"] == "cuda" else "")
 
 
 TABLES: report.Makers = {

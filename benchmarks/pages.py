@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import index_targets, lists, lists_targets
-from .e79_targets import AUTHORS
+from . import index_cases, lists, lists_cases
+from .e79_cases import AUTHORS
 from .imports import diagram
-from .mhc_targets import COMPILE, EAGER
+from .mhc_cases import COMPILE, EAGER
 from .report import is_ours, markdown, sources_of
-from .selection_targets import DENSE, FLA
+from .selection_cases import DENSE, FLA
 from .source_hash import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -148,8 +148,8 @@ def _selection(
 def _selection_of_the_readme(results: Results) -> str:
     """Returns selection attention without two of its sizes, a list of keys, and the loss of an indexer."""
     of_lists, of_index = results("lists"), results("index")
-    name = index_targets.SHAPES[0].name
-    loss = _short(_row(of_index["rows"], name=name, what=index_targets.LOSS, variant="ops")["median_ms"])
+    name = index_cases.SHAPES[0].name
+    loss = _short(_row(of_index["rows"], name=name, what=index_cases.LOSS, variant="ops")["median_ms"])
     listed = _cell(of_lists["rows"], case="B", variant="ops")
     more = [
         ["lists: 4096 queries, 2048 of 16384 keys, 128 heads", listed, "", ""],
@@ -170,9 +170,9 @@ def _cell(rows: Sequence[Row], **where: Any) -> str:
 
 def _lists(result: Row) -> str:
     rows = result.get("peers") or result["rows"]
-    variants = ("ops", lists_targets.RANGES, lists_targets.GATHER, lists_targets.DENSE_MASKED)
+    variants = ("ops", lists_cases.RANGES, lists_cases.GATHER, lists_cases.DENSE_MASKED)
     lines = []
-    for name, meaning in lists_targets.MEANINGS.items():
+    for name, meaning in lists_cases.MEANINGS.items():
         first = next((r for r in result["rows"] if (r["case"], r["variant"]) == (name, "ops")), None)
         if first is None:
             continue
@@ -204,18 +204,18 @@ def _lists_crossing(result: Row) -> str:
 
 def _index(result: Row) -> str:
     lines = []
-    for shape in index_targets.SHAPES:
-        for what in (index_targets.SCORES, index_targets.BOTH, index_targets.LOSS):
+    for shape in index_cases.SHAPES:
+        for what in (index_cases.SCORES, index_cases.BOTH, index_cases.LOSS):
             of = {
                 r["variant"]: r
                 for r in result["rows"]
                 if (r["name"], r["what"]) == (shape.name, what) and "median_ms" in r
             }
-            times = [_short(of[v]["median_ms"]) if v in of else "" for v in ("ops", index_targets.COMPILE)]
+            times = [_short(of[v]["median_ms"]) if v in of else "" for v in ("ops", index_cases.COMPILE)]
             lines += [[shape.name, what, *times]] if times[0] else []
-    long = [r for r in result["memory"] if r["tokens"] == index_targets.LONG.tokens]
+    long = [r for r in result["memory"] if r["tokens"] == index_cases.LONG.tokens]
     memory = "".join(f"At S = T = {r['tokens']} a choice takes {_short(r['peak_above_mb'])} MB. " for r in long)
-    shape = index_targets.SHAPES[0]
+    shape = index_cases.SHAPES[0]
     where = f"S = T = {shape.tokens}, causal, bf16, D = {shape.dim}, topk {shape.topk}. {memory}\n{_measured(result)}."
     table = markdown(["index scores, ms", "", "this package", "torch.compile of the formula"], lines)
     return "\n\n".join([table, where, "[All figures](../../benchmarks/results/index.md)."])

@@ -12,12 +12,12 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from . import index_targets, report
-from .e79_targets import AUTHORS, MEMORY_SHAPE
-from .mhc_targets import COMPILE
+from . import index_cases, report
+from .e79_cases import AUTHORS, MEMORY_SHAPE
+from .mhc_cases import COMPILE
 from .pages import RESULTS, Results, _by_variant, _measured, _row, _short, read
 from .report import SEPARATELY
-from .selection_targets import DENSE, FLA
+from .selection_cases import DENSE, FLA
 
 OURS = "this package"
 SEPARATE, COMPUTED = f"* {SEPARATELY}", "hatched: computed, not measured"
@@ -148,11 +148,10 @@ def selection(results: Results) -> Iterator[Group]:
 
 
 def index(results: Results) -> Iterator[Group]:
-    long, find = index_targets.LONG, index_targets.BOTH
-    for shape in index_targets.SHAPES:
+    long, find = index_cases.LONG, index_cases.BOTH
+    for shape in index_cases.SHAPES:
         ours, compiled = (
-            _row(results("index")["rows"], name=shape.name, what=find, variant=v)
-            for v in ("ops", index_targets.COMPILE)
+            _row(results("index")["rows"], name=shape.name, what=find, variant=v) for v in ("ops", index_cases.COMPILE)
         )
         title = f"The best {shape.topk} of {shape.tokens} keys for each query, {shape.heads} heads"
         yield Group(title, "ms", [Bar(OURS, ours["median_ms"]), Bar(COMPILE, compiled["median_ms"])])

@@ -21,11 +21,9 @@ import mhc_inductor
 from . import attention, report, running, selection_layer, timing
 from . import selection_cases as cases
 from . import selection_peers as peers
-from . import selection_targets as targets
 from .attention import Named
 from .report import Result, Row, Section, Table
-from .selection_cases import Case, make_case
-from .selection_targets import Shape
+from .selection_cases import Case, Shape, make_case
 from .variants import Clock, Variant, measure
 
 GPU_PARTS = ("speed", "crossing", "errors", "memory", "layers")
@@ -34,22 +32,22 @@ PARTS = (*GPU_PARTS, *CPU_PARTS)
 LAYER_ROUNDS, CPU_DENSE_ROUNDS = 8, 5
 SAMPLED, CHECKED, CPU_CHECKED = 384, 48, 16
 TIMES = {
-    targets.DENSE: "times_dense",
-    targets.FLA: "times_fla",
-    targets.GATHER: "times_gather",
-    targets.MASKED: "times_masked",
+    cases.DENSE: "times_dense",
+    cases.FLA: "times_fla",
+    cases.GATHER: "times_gather",
+    cases.MASKED: "times_masked",
 }
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ERRORS = (
-    (targets.C1, "corr", BF16, 1.0),
-    (targets.C1, "rand", BF16, 1.0),
-    (targets.C2, "corr", BF16, 1.0),
-    (targets.DECODE, "corr", BF16, 1.0),
-    (targets.TOKENS, "tokens", BF16, 1.0),
-    (targets.C1, "corr", F16, 1.0),
-    (targets.C1, "corr", BF16, 24.0),
-    (targets.C1, "corr", F16, 24.0),
-    (targets.C1, "corr", F32, 1.0),
+    (cases.C1, "corr", BF16, 1.0),
+    (cases.C1, "rand", BF16, 1.0),
+    (cases.C2, "corr", BF16, 1.0),
+    (cases.DECODE, "corr", BF16, 1.0),
+    (cases.TOKENS, "tokens", BF16, 1.0),
+    (cases.C1, "corr", F16, 1.0),
+    (cases.C1, "corr", BF16, 24.0),
+    (cases.C1, "corr", F16, 24.0),
+    (cases.C1, "corr", F32, 1.0),
 )
 """Cases whose errors are measured: shape, selection, dtype, and the logits' standard deviation."""
 GRADIENT_ERRORS = ((BF16, 1.0), (F16, 1.0), (F16, 24.0), (F32, 1.0))
@@ -76,7 +74,7 @@ class Run(attention.Run[Settings]):
             self.fla: str | None = peers.fla_version()
         except Exception as e:  # it also needs a Triton and a driver that it supports
             self.fla = None
-            self.result["skipped"][targets.FLA] = running.message(e)
+            self.result["skipped"][cases.FLA] = running.message(e)
 
     def jobs(self) -> running.Jobs:
         return JOBS | (FLA_JOBS if self.s.peers and self.fla is not None else {})
@@ -89,12 +87,12 @@ class Run(attention.Run[Settings]):
         for what in self.whats(case.shape):
             found.append(self.ours(case, what))
             for name in others:
-                if name == targets.FLA and self.s.peers and self.fla is not None and peers.fla_offers(case) is None:
+                if name == cases.FLA and self.s.peers and self.fla is not None and peers.fla_offers(case) is None:
                     build = lambda w=what: peers.fla_selected(case, w)  # noqa: E731
                     found.append(Variant(what, f"{name} {self.fla}", build, "selected branch alone"))
                 elif name in peers.MAKERS:
                     found.append(self.peer(case, what, name, peers.MAKERS[name]))
-        return found + ([self.from_blocks(case)] if targets.BLOCKS in others else [])
+        return found + ([self.from_blocks(case)] if cases.BLOCKS in others else [])
 
     def from_blocks(self, case: Case) -> Variant:
         """Returns the forward from block indices; the same call makes the ranges from them."""
@@ -105,7 +103,7 @@ class Run(attention.Run[Settings]):
             ranges = mhc_inductor.blocks_to_ranges(chosen, shape.block, shape.length)
             return cases.forward(dataclasses.replace(case, ranges=ranges))
 
-        return Variant("fwd", targets.BLOCKS, lambda: call)
+        return Variant("fwd", cases.BLOCKS, lambda: call)
 
     def whats(self, shape: Shape) -> tuple[str, ...]:
         return ("fwd",) if shape.decodes and not shape.tokens else ("fwd", "fb")
@@ -129,14 +127,14 @@ class Run(attention.Run[Settings]):
     def add_figures(self, case: Case, row: Row, t: timing.Timing) -> None:
         """Adds to a row its times, and the bars if it has any."""
         row |= t.in_ms()
-        target = targets.target(case.shape.name, row["what"], case.select)
+        target = cases.target(case.shape.name, row["what"], case.select)
         if target is not None and row["variant"] == "ops" and not self.s.small:
             row |= target.of(row, self.bars_apply)
 
     def checked(self, case: Case, row: Row, got: Named) -> Row:
         """Checks that outputs are finite; for our op and flash-linear-attention compares sampled queries with fp64."""
         found: Row = {"finite": attention.finite(got)}
-        if row["variant"].startswith(("ops", targets.FLA)):
+        if row["variant"].startswith(("ops", cases.FLA)):
             at = cases.sample(case.shape, CHECKED, self.device)
             want = cases.exact(case, at)["o"]
             found["o_error"] = cases.relative(got["o"][:, at].reshape(want.shape), want)
@@ -146,13 +144,13 @@ class Run(attention.Run[Settings]):
         """Adds to our rows the ratio to the dense row of the same shape, which is measured once."""
         key = case.shape.name
         for r in made:
-            if r["variant"] == targets.DENSE and "median_us" in r:
+            if r["variant"] == cases.DENSE and "median_us" in r:
                 self.dense_us[key, r["what"]] = r["median_us"]
         for r in made:
             if r["variant"] != "ops" or "median_us" not in r:
                 continue
             peer_times = {x["variant"]: x["median_us"] for x in made if x["what"] == r["what"] and "median_us" in x}
-            peer_times.setdefault(targets.DENSE, self.dense_us.get((key, r["what"])))
+            peer_times.setdefault(cases.DENSE, self.dense_us.get((key, r["what"])))
             for peer, us in peer_times.items():
                 name = next((short for start, short in TIMES.items() if peer.startswith(start)), None)
                 if name is not None and us is not None:
@@ -165,27 +163,27 @@ class Run(attention.Run[Settings]):
 
     def speed(self) -> None:
         """Measures the shapes that have bars, a few thousand tokens, and single keys, next to other implementations."""
-        for shape, select, others in targets.SPEED:
+        for shape, select, others in cases.SPEED:
             case = make_case(self.sized(shape), select, self.device)
             self.time(case, self.variants(case, others), self.result["rows"])
-            if select == "corr" and shape.name == targets.C1.name:
+            if select == "corr" and shape.name == cases.C1.name:
                 self.result["union"] = union_sizes(case)
         self.save(self.result)
 
     def crossing(self) -> None:
         """Measures op and dense attention by length for both group sizes, to find where the op overtakes."""
         known = {(r["S"], r["h"], r["what"], r["variant"]): r for r in self.result["rows"] if r["select"] == "corr"}
-        for heads, groups in targets.CROSSING_HEADS.items():
-            for length in targets.CROSSING_LENGTHS:
+        for heads, groups in cases.CROSSING_HEADS.items():
+            for length in cases.CROSSING_LENGTHS:
                 shape = self.sized(Shape(f"{length // 1024}K, {heads} heads a group", length, groups, heads))
-                rows = [known.get((length, heads, w, v)) for w in ("fwd", "fb") for v in ("ops", targets.DENSE)]
+                rows = [known.get((length, heads, w, v)) for w in ("fwd", "fb") for v in ("ops", cases.DENSE)]
                 if all(r is not None and "median_us" in r for r in rows):
                     self.result["crossing"] += rows
                 elif self.spent:
                     self.result["skipped"][f"crossing at {shape.name}"] = running.SPENT
                 else:
                     case = make_case(shape, "corr", self.device)
-                    self.time(case, self.variants(case, (targets.DENSE,)), self.result["crossing"])
+                    self.time(case, self.variants(case, (cases.DENSE,)), self.result["crossing"])
         self.save(self.result)
 
     def errors(self) -> None:
@@ -197,13 +195,13 @@ class Run(attention.Run[Settings]):
             got, want = cases.picked(case, cases.forward(case), at), cases.exact(case, at)
             self.record("errors", _of(case, std, len(at) * shape.batch), got, want, cases.dense_masked(case, at))
             running.free(self.device)
-        for shape in map(self.sized, targets.GRADIENTS):
+        for shape in map(self.sized, cases.GRADIENTS):
             for dtype, std in GRADIENT_ERRORS:
                 self.report(f"errors: {shape.name} {dtype} {std:g}")
                 case = make_case(shape, "corr", self.device, dtype=dtype, std=std)
                 self.record_gradients("errors", case, std)
                 running.free(self.device)
-        self.twice(make_case(self.sized(targets.C1), "corr", self.device))
+        self.twice(make_case(self.sized(cases.C1), "corr", self.device))
 
     def record_gradients(self, to: str, case: Case, std: float = 1.0) -> None:
         got, want = cases.both(case, case.leaves()), cases.masked_gradients(case, torch.float64)
@@ -211,7 +209,7 @@ class Run(attention.Run[Settings]):
 
     def memory(self) -> None:
         """Measures a training step's peak at c1, inputs included, relative to Q, K, V, O and their gradients."""
-        case = make_case(self.sized(targets.C1), "corr", self.device)
+        case = make_case(self.sized(cases.C1), "corr", self.device)
         leaves = case.leaves()
         cases.both(case, leaves)
         running.free(self.device)
@@ -223,8 +221,8 @@ class Run(attention.Run[Settings]):
         peak = torch.cuda.max_memory_allocated(self.device) - before + given
         least = sum(t.nbytes for t in (*leaves, case.dout, *out.values()))
         row = {"case": case.shape.name, "peak_mb": round(peak / 1e6, 1), "tensors_mb": round(least / 1e6, 1)}
-        row |= {"ratio": round(peak / least, 4), "bar": targets.MEMORY_FACTOR}
-        self.result["memory"].append(row | {"met": peak / least <= targets.MEMORY_FACTOR})
+        row |= {"ratio": round(peak / least, 4), "bar": cases.MEMORY_FACTOR}
+        self.result["memory"].append(row | {"met": peak / least <= cases.MEMORY_FACTOR})
 
     def layers(self) -> None:
         """Measures a whole layer and a dense one, and the parts of the layer's forward."""
@@ -251,20 +249,20 @@ class Run(attention.Run[Settings]):
 
     def cpu(self) -> None:
         """Measures the op and dense SDPA with a boolean mask on two threads."""
-        with running.threads(targets.CPU_THREADS):
-            for shape in map(self.sized, targets.CPU_SHAPES):
+        with running.threads(cases.CPU_THREADS):
+            for shape in map(self.sized, cases.CPU_SHAPES):
                 case = make_case(shape, "corr", self.device, dtype=F32)
-                self.time(case, self.variants(case, (targets.MASKED,)), self.result["cpu"])
+                self.time(case, self.variants(case, (cases.MASKED,)), self.result["cpu"])
 
     def cpu_dense(self) -> None:
         """Measures the op next to dense causal SDPA by length on two threads, and errors against fp64."""
-        with running.threads(targets.CPU_THREADS):
-            for shape, dtype in targets.CPU_DENSE_SHAPES:
+        with running.threads(cases.CPU_THREADS):
+            for shape, dtype in cases.CPU_DENSE_SHAPES:
                 self.report(f"{shape.name}, {shape.queries} tokens, {dtype}")
                 self.result["cpu_dense"] += self.next_to_dense(cases.cpu_cases(self.sized(shape), dtype))
                 self.save(self.result)
             for dtype in (F32, BF16):
-                for case in cases.cpu_cases(self.sized(targets.CPU_GRADIENTS), dtype):
+                for case in cases.cpu_cases(self.sized(cases.CPU_GRADIENTS), dtype):
                     self.record_gradients("cpu_errors", case)
 
     def next_to_dense(self, found: list[Case]) -> list[Row]:
@@ -273,18 +271,18 @@ class Run(attention.Run[Settings]):
         A ratio is the median of the rounds' own ratios, since other work on the machine slows neighbouring calls alike.
         """
         variants = []
-        for what in ("fwd", "fb") if found[0].shape.queries <= targets.CPU_LONGEST_WITH_GRADIENTS else ("fwd",):
+        for what in ("fwd", "fb") if found[0].shape.queries <= cases.CPU_LONGEST_WITH_GRADIENTS else ("fwd",):
             variants += [self.ours(case, what) for case in found]
             dense = peers.causal(found[0], what)
-            variants.append(Variant(what, targets.CPU_DENSE, lambda dense=dense: dense, case=found[0]))
+            variants.append(Variant(what, cases.CPU_DENSE, lambda dense=dense: dense, case=found[0]))
         calls = {str(i): types.SimpleNamespace(run=v.build()) for i, v in enumerate(variants)}
         rounds, cpu = min(CPU_DENSE_ROUNDS, self.s.rounds), torch.device("cpu")
         times = [*timing.interleaved(calls, cpu, lambda: None, rounds, 1).values()]
-        of_dense = {v.what: t for v, t in zip(variants, times, strict=True) if v.variant == targets.CPU_DENSE}
+        of_dense = {v.what: t for v, t in zip(variants, times, strict=True) if v.variant == cases.CPU_DENSE}
         rows = []
         for v, t in zip(variants, times, strict=True):
             row = _header(v.case, v) | t.as_json()
-            if v.variant == targets.CPU_DENSE:
+            if v.variant == cases.CPU_DENSE:
                 row["select"] = "all"
             else:
                 pairs = zip(of_dense[v.what].samples_us, t.samples_us, strict=True)
@@ -349,19 +347,19 @@ def compile_fla(without: tuple[str, ...], what: str) -> None:
     module = peers.fla_module()
     for kernel in without:
         setattr(module, f"parallel_nsa_{kernel}", _Nothing())
-    peers.fla_selected(make_case(targets.C1, "corr", torch.device("cuda")), what)()
+    peers.fla_selected(make_case(cases.C1, "corr", torch.device("cuda")), what)()
     torch.cuda.synchronize()
 
 
 JOBS: running.Jobs = {
-    "c1": (compile_ours, (targets.C1,)),
-    "c2": (compile_ours, (targets.C2,)),
-    "2K": (compile_ours, (targets.SHORT[0],)),
-    "decode": (compile_ours, (targets.DECODE, BF16, False)),
-    "tokens": (compile_ours, (targets.TOKENS,)),
-    "fp16": (compile_ours, (targets.GRADIENTS[0], F16)),
-    "fp32": (compile_ours, (targets.GRADIENTS[0], F32)),
-    "sink": (compile_ours, (targets.GRADIENTS[0], BF16, True, True)),
+    "c1": (compile_ours, (cases.C1,)),
+    "c2": (compile_ours, (cases.C2,)),
+    "2K": (compile_ours, (cases.SHORT[0],)),
+    "decode": (compile_ours, (cases.DECODE, BF16, False)),
+    "tokens": (compile_ours, (cases.TOKENS,)),
+    "fp16": (compile_ours, (cases.GRADIENTS[0], F16)),
+    "fp32": (compile_ours, (cases.GRADIENTS[0], F32)),
+    "sink": (compile_ours, (cases.GRADIENTS[0], BF16, True, True)),
 }
 FLA_JOBS: running.Jobs = {
     "fla fwd": (compile_fla, ((), "fwd")),
@@ -382,7 +380,7 @@ def _crossing(result: Result) -> Section:
     for r in result["crossing"]:
         if report.is_ours(r):
             same = (d for d in result["crossing"] if all(d[k] == r[k] for k in ("S", "h", "what")))
-            dense = next((d for d in same if d["variant"] == targets.DENSE), {})
+            dense = next((d for d in same if d["variant"] == cases.DENSE), {})
             times = [
                 report.timed(r)[0],
                 report.time(dense.get("median_us")),
@@ -390,7 +388,7 @@ def _crossing(result: Result) -> Section:
             ]
             rows.append([str(r["S"]), str(r["h"]), report.WHAT[r["what"]], *times])
     rows.sort(key=lambda row: (row[2], int(row[1]), int(row[0])))
-    headings = ["tokens", "heads a group", "", report.OURS, targets.DENSE, "x dense"]
+    headings = ["tokens", "heads a group", "", report.OURS, cases.DENSE, "x dense"]
     return "Where sparse passes dense: corr, 16 blocks of 64 a query", headings, rows
 
 
@@ -400,7 +398,7 @@ def _errors(title: str) -> Table:
     return Table(title, headings, cells, report.each_error)
 
 
-_THREADS = f"{targets.CPU_THREADS} threads"
+_THREADS = f"{cases.CPU_THREADS} threads"
 _SIZES, _CELLS = "case|selection|S|S_kv|G x h|", "{case}|{select}|{sequences}|{S_kv}|{G} x {h}|{kind}"
 TABLES: report.Makers = {
     "rows": Table(
@@ -479,7 +477,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
 
 def crossings(points: dict[str, list[tuple[int, float]]]) -> float | None:
     """Returns the length from which the op stays faster, interpolated logarithmically; None if it never does."""
-    ours, dense = (dict(points[k]) for k in ("ops", targets.DENSE))
+    ours, dense = (dict(points[k]) for k in ("ops", cases.DENSE))
     lengths = sorted(ours.keys() & dense.keys())
     gain = [math.log(dense[n] / ours[n]) for n in lengths]
     if not gain or gain[-1] <= 0:
@@ -512,7 +510,7 @@ def plot_crossing(result: Result, path: pathlib.Path) -> None:
 
 def _draw_crossing(axis: Any, rows: list[Row]) -> None:
     points = {}
-    for variant, style in (("ops", "o-"), (targets.DENSE, "s--")):
+    for variant, style in (("ops", "o-"), (cases.DENSE, "s--")):
         points[variant] = of = sorted((r["S"], r["median_us"] / 1e3) for r in rows if r["variant"] == variant)
         if of:
             name = f"{report.OURS}, ops" if variant == "ops" else variant

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of the selection-attention rows, and what they are checked against: the formula, dense SDPA with a mask."""
+"""Shapes, targets and inputs of the selection-attention rows, and what they are checked against.
+
+Bars, goals and times of others are microseconds. Source: the project's survey on one NVIDIA H200 (torch 2.11, triton
+3.6): bf16, D = 128, 16 blocks of 64 selected per query, L2 flushed, medians. The sparse peers are block-aligned and
+causal only. Absolute times count only on such a GPU; on another device compare ratios within one run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,139 @@ import mhc_inductor
 from . import attention
 from .accuracy import relative
 from .attention import CHUNK, Named, gradients, sample_of
-from .selection_targets import Shape
+from .running import Target
+
+DENSE, FLA, GATHER = "dense causal SDPA (cuDNN)", "flash-linear-attention", "gather + SDPA"
+MASKED = "dense SDPA with a mask"
+XUNHAO, FSA, FLEX = "XunhaoLai's Triton", "Flash-Sparse-Attention", "flex_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A shape: the last ``queries`` positions of ``batch`` sequences of ``keys``, ``heads`` query heads per group.
+
+    A query selects ``picks`` blocks of ``block`` keys, or ``tokens`` single keys if ``tokens`` is not 0.
+    """
+
+    name: str
+    queries: int
+    groups: int
+    heads: int
+    keys: int = 0
+    batch: int = 1
+    dim: int = 128
+    block: int = 64
+    picks: int = 16
+    tokens: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.keys or self.queries
+
+    @property
+    def decodes(self) -> bool:
+        return self.queries != self.length
+
+    def small(self) -> Shape:
+        """Returns a shape of the same kind with a few hundred times less work, for trial runs."""
+        keys = max(64, min(256, self.length // 256))
+        queries = min(self.queries, 3) if self.decodes else keys
+        return dataclasses.replace(
+            self,
+            queries=queries,
+            groups=2,
+            heads=min(2, self.heads),
+            keys=keys if self.decodes else 0,
+            batch=min(2, self.batch),
+            dim=16,
+            block=8,
+            picks=5,
+            tokens=min(12, self.tokens),
+        )
+
+
+C1 = Shape("c1", 16384, 4, 16)
+C2 = Shape("c2", 16384, 8, 4)
+C3 = Shape("c3", 32768, 4, 16)
+DECODE = Shape("decode", 1, 4, 16, keys=65536, batch=16)
+SHORT = tuple(Shape(f"{n}K", n * 1024, 4, 16) for n in (2, 4, 8))
+TOKENS = Shape("tokens", 4096, 4, 16, keys=16384, tokens=512)
+TOKENS_DECODE = Shape("tokens, decode", 1, 4, 16, keys=65536, batch=16, tokens=512)
+GRADIENTS = (Shape("gradients, 16 heads a group", 1024, 2, 16), Shape("gradients, 4 heads a group", 1024, 2, 4))
+CROSSING_LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
+CROSSING_HEADS = {16: 4, 4: 8}
+"""Groups by query heads per group: 64 and 32 heads in all, as in c1 and c2."""
+
+BLOCKS = "ops, from block indices"
+SPEED: tuple[tuple[Shape, str, tuple[str, ...]], ...] = (
+    *(
+        (s, select, (DENSE, FLA, BLOCKS) if select == "corr" else ())
+        for s in (C1, C2, C3, DECODE)
+        for select in ("corr", "rand")
+    ),
+    *((s, "corr", (DENSE,)) for s in SHORT),
+    *((s, "tokens", (GATHER,)) for s in (TOKENS, TOKENS_DECODE)),
+)
+"""What is timed next to each other: a shape, its selection, and the implementations next to the op."""
+
+RAND_FACTOR = 1.35
+"""The bar of "rand" as a multiple of the bar, which is stated for "corr"."""
+
+TARGETS: dict[tuple[str, str], Target] = {
+    ("c1", "fwd"): Target(3900, 2600, {DENSE: 7540, FLA: 5000, XUNHAO: 4680, FSA: 17000, FLEX: 55900}),
+    ("c1", "fb"): Target(11000, 8000, {DENSE: 28500, FLA: 29200, XUNHAO: 13500, FSA: 45500}),
+    ("c2", "fwd"): Target(3800, 2800, {DENSE: 3820, FLA: 9730, XUNHAO: 9100, FSA: 12800, FLEX: 28500}),
+    ("c2", "fb"): Target(13000, 9000, {DENSE: 14400, FLA: 28800, XUNHAO: 20800, FSA: 27700}),
+    ("c3", "fwd"): Target(7800, 5200, {DENSE: 29300, FLA: 10100, XUNHAO: 9350, FSA: 26200, FLEX: 204000}),
+    ("c3", "fb"): Target(22000, 16000, {DENSE: 113000, FLA: 59300, XUNHAO: 27400, FSA: 66600}),
+    ("decode", "fwd"): Target(26, 18, {DENSE: 484, FLA: 78, XUNHAO: 29}),
+}
+"""``fwd``: the op without gradients; ``fb``: the op and the gradients of its output for q, k and v."""
+
+MEMORY_FACTOR = 1.2
+"""Bar of a training step's peak at c1, as a multiple of the bytes of Q, K, V, O and their gradients."""
+
+CPU_SHAPES = (
+    Shape("cpu", 1024, 2, 4, dim=64, block=32, picks=8),
+    Shape("cpu, decode", 1, 2, 4, keys=8192, batch=4, dim=64),
+)
+CPU_THREADS = 2
+
+
+def _cpu(name: str, length: int, groups: int, heads: int, dim: int = 64, block: int = 64) -> Shape:
+    return Shape(name, length, groups, heads, dim=dim, block=block, tokens=16 * block)
+
+
+_NEEDLE = "the needle model"
+CPU_DENSE_SHAPES = (
+    *(
+        (shape, torch.float32)
+        for length in (4096, 8192, 16384, 32768)
+        for shape in (
+            _cpu(_NEEDLE, length, 1, 4, 16, 32),
+            _cpu("D = 16", length, 1, 4, 16),
+            _cpu("D = 64", length, 1, 4),
+        )
+    ),
+    (_cpu("2 groups", 8192, 2, 4), torch.float32),
+    (_cpu("16 heads", 8192, 1, 16), torch.float32),
+    (_cpu("D = 64", 8192, 1, 4), torch.bfloat16),
+)
+"""Shapes at which the op is compared with dense attention on a CPU, and their dtypes."""
+CPU_DENSE = "dense causal SDPA"
+CPU_LONGEST_WITH_GRADIENTS = 16384
+CPU_GRADIENTS = _cpu("gradients", 2048, 1, 4)
+
+
+def target(name: str, what: str, select: str) -> Target | None:
+    """Returns the target of a row, or None; that of "rand" is ``RAND_FACTOR`` times the bar, without a goal."""
+    found = TARGETS.get((name, what))
+    if found is None or select != "rand":
+        return found
+    return Target(RAND_FACTOR * found.bar, None, found.peers)
+
+
+# ---- cases
 
 __all__ = ["Case", "Named", "make_case", "relative", "sample_of"]
 RUN, REDRAWN, FIXED = 64, 0.25, 3

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import attention
-from . import selection_targets as targets
+from . import selection_cases as cases
 from .attention import Call
 from .selection_cases import NAMES, Case, mask_of
 
@@ -118,7 +118,7 @@ def masked(case: Case, what: str) -> tuple[Call, str]:
     return _call(attend, what, (_heads(case.q), case.k, case.v), _heads(case.dout)), ""
 
 
-MAKERS = {targets.DENSE: dense, targets.GATHER: gather, targets.MASKED: masked}
+MAKERS = {cases.DENSE: dense, cases.GATHER: gather, cases.MASKED: masked}
 """What makes a call of each other implementation and a note on how; flash-linear-attention is apart, by its version."""
 
 

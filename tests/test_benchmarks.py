@@ -19,8 +19,8 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from benchmarks import accuracy, environment, mhc, mhc_calls, mhc_cases, running, source_hash, timing, tritons
-from benchmarks import mhc_targets as targets
+from benchmarks import accuracy, environment, mhc, mhc_calls, running, source_hash, timing, tritons
+from benchmarks import mhc_cases as cases
 from tests.tools import toy_runs
 
 pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests read
@@ -56,28 +56,28 @@ def result() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("dim", "what"), [(d, w) for d, of in FLOORS.items() for w in of])
 def test_floors_are_those_of_the_targets(dim: int, what: str) -> None:
-    assert round(targets.floor_us(what, targets.TOKENS, dim)) == FLOORS[dim][what]
+    assert round(cases.floor_us(what, cases.TOKENS, dim)) == FLOORS[dim][what]
 
 
 def test_every_target_is_above_its_floor() -> None:
-    assert {(w, d) for d, of in FLOORS.items() for w in of} == set(targets.TARGETS)
-    for (what, dim), t in targets.TARGETS.items():
-        assert targets.floor_us(what, targets.TOKENS, dim) < t.goal
+    assert {(w, d) for d, of in FLOORS.items() for w in of} == set(cases.TARGETS)
+    for (what, dim), t in cases.TARGETS.items():
+        assert cases.floor_us(what, cases.TOKENS, dim) < t.goal
         assert (t.best_peer is None) == (what in FUSED)
         assert t.best_peer is None or t.best_peer[1] == min(t.peers.values())
 
 
 def test_best_peers() -> None:
-    assert targets.TARGETS["fb", 4096].best_peer == ("TileKernels", 1747)
-    assert targets.TARGETS["pre", 2560].best_peer == ("TransformerEngine", 138)
-    assert "Liger" not in targets.TARGETS["npu_pre", 4096].peers
-    assert targets.TARGETS["npu_fb", 4096].peers["eager"] == 6908
+    assert cases.TARGETS["fb", 4096].best_peer == ("TileKernels", 1747)
+    assert cases.TARGETS["pre", 2560].best_peer == ("TransformerEngine", 138)
+    assert "Liger" not in cases.TARGETS["npu_pre", 4096].peers
+    assert cases.TARGETS["npu_fb", 4096].peers["eager"] == 6908
 
 
 def test_phi_counts_at_a_few_tokens() -> None:
-    with_phi = targets.floor_bytes("pre", 1, 4096, phi=True)
+    with_phi = cases.floor_bytes("pre", 1, 4096, phi=True)
     assert with_phi == 5 * 4096 * 2 + 24 * 4 * 4096 * 4
-    assert targets.floor_bytes("post", 1, 4096, phi=True) == 9 * 4096 * 2
+    assert cases.floor_bytes("post", 1, 4096, phi=True) == 9 * 4096 * 2
 
 
 # ---- timing
@@ -167,41 +167,41 @@ def test_the_flush_is_outside_the_timed_events(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_reference_in_chunks_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    i = mhc_cases.make_inputs((7,), 4, DIM, CPU)
-    whole = mhc_cases.reference(i)
-    monkeypatch.setattr(mhc_cases, "CHUNK", 3)
-    for name, value in mhc_cases.reference(i).items():
+    i = cases.make_inputs((7,), 4, DIM, CPU)
+    whole = cases.reference(i)
+    monkeypatch.setattr(cases, "CHUNK", 3)
+    for name, value in cases.reference(i).items():
         assert accuracy.relative(value, whole[name]) < 1e-13, name
 
 
 @pytest.mark.parametrize("npu", [False, True])
 def test_ops_and_public_functions_match_fp64(npu: bool) -> None:
-    i = mhc_cases.make_inputs((TOKENS,), 4, DIM, CPU, npu=npu, transpose_res=True)
-    exact = mhc_cases.reference(i)
+    i = cases.make_inputs((TOKENS,), 4, DIM, CPU, npu=npu, transpose_res=True)
+    exact = cases.reference(i)
     leaves = i.detached()
     for t in leaves.leaves():
         t.requires_grad_()
     for got in (mhc_calls.ops_fb(i), mhc_calls.autograd_fb(False)(leaves)):
-        errors = mhc_cases.compare(got, exact, i.with_post)
+        errors = cases.compare(got, exact, i.with_post)
         assert {"dx", "dphi", "dalpha", "dbias", "dgamma" if npu else "df"} <= set(errors)
         assert [k for k, e in errors.items() if not e["met"]] == []
 
 
 def test_a_wrong_or_unwritten_output_is_seen() -> None:
-    i = mhc_cases.make_inputs((TOKENS,), 4, DIM, CPU)
-    exact, got = mhc_cases.reference(i), mhc_calls.ops_fb(i)
+    i = cases.make_inputs((TOKENS,), 4, DIM, CPU)
+    exact, got = cases.reference(i), mhc_calls.ops_fb(i)
     got["dphi"] = got["dphi"] * (1 + 1e-4)
     got["dx"] = got["dx"].clone()
     got["dx"][-1, -1, -1] = math.nan
     got["h_in"] = got["h_in"] * 1.01
-    errors = mhc_cases.compare(got, exact, True)
+    errors = cases.compare(got, exact, True)
     assert {k for k, e in errors.items() if not e["met"]} == {"dphi", "dx", "h_in"}
 
 
 def test_the_written_out_backward_is_autograds() -> None:
-    i = mhc_cases.make_inputs((3, 5), 4, DIM, CPU, npu=True, record=True)
-    exact = mhc_cases.reference(i)
-    for name, value in mhc_cases.parameter_gradients(i, exact, torch.float64).items():
+    i = cases.make_inputs((3, 5), 4, DIM, CPU, npu=True, record=True)
+    exact = cases.reference(i)
+    for name, value in cases.parameter_gradients(i, exact, torch.float64).items():
         assert accuracy.relative(value, exact[name]) < 1e-12, name
 
 
@@ -264,25 +264,25 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_wrong_gradient_of_the_fused_op_is_seen() -> None:
-    i = mhc_cases.make_inputs((TOKENS,), 4, DIM, CPU, transpose_res=True)
-    p = mhc_cases.PostPre.make(i, torch.rand(TOKENS, 4), torch.rand(TOKENS, 4, 4))
+    i = cases.make_inputs((TOKENS,), 4, DIM, CPU, transpose_res=True)
+    p = cases.PostPre.make(i, torch.rand(TOKENS, 4), torch.rand(TOKENS, 4, 4))
     got = mhc_calls.ops_post_pre_fb(p)
-    assert [k for k, e in mhc_cases.check_fused(p, got).items() if not e["met"]] == []
+    assert [k for k, e in cases.check_fused(p, got).items() if not e["met"]] == []
     got["dh_res"] = got["dh_res"].transpose(-1, -2)
     got["df"] = got["df"] * 1.01
-    assert {k for k, e in mhc_cases.check_fused(p, got).items() if not e["met"]} == {"dh_res", "df"}
+    assert {k for k, e in cases.check_fused(p, got).items() if not e["met"]} == {"dh_res", "df"}
 
 
 @pytest.mark.parametrize("one", [True, False])
 def test_a_wrong_gradient_of_the_single_pass_is_seen(one: bool) -> None:
-    i = mhc_cases.make_inputs((TOKENS,), 4, DIM, CPU, transpose_res=True)
-    p = mhc_cases.PostPre.make(i, torch.rand(TOKENS, 4), torch.rand(TOKENS, 4, 4)).single_pass()
+    i = cases.make_inputs((TOKENS,), 4, DIM, CPU, transpose_res=True)
+    p = cases.PostPre.make(i, torch.rand(TOKENS, 4), torch.rand(TOKENS, 4, 4)).single_pass()
     got = mhc_calls.ops_single_pass_fb(p, one)
-    bad = [k for k, e in mhc_cases.check_fused(p, got).items() if not e["met"]]
+    bad = [k for k, e in cases.check_fused(p, got).items() if not e["met"]]
     assert set(bad) <= (set() if one else {"dx", "df", "dh_post", "dh_res"}), "between parts the gradient is rounded"
     got["dh_pre"] = got["dh_pre"] * 1.001
     got["next_pre"] = got["next_post"]
-    assert {"dh_pre", "next_pre"} <= {k for k, e in mhc_cases.check_fused(p, got).items() if not e["met"]}
+    assert {"dh_pre", "next_pre"} <= {k for k, e in cases.check_fused(p, got).items() if not e["met"]}
 
 
 # ---- the command line

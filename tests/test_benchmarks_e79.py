@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from benchmarks import e79, e79_cases, timing
-from benchmarks import e79_targets as targets
+from benchmarks import e79, timing
+from benchmarks import e79_cases as cases
 from mhc_inductor.kernels.e79.plan import plan_e79_scan, plan_e79_scan_backward
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.ops.e79 import segment_length
@@ -53,58 +53,58 @@ class Counting(EagerBuilder):
 
 
 @pytest.mark.parametrize("bias", ["fixed", "input"])
-@pytest.mark.parametrize(("n", "batch", "steps"), [targets.MEMORY_SHAPE, (128, 32, 512), (48, 4, 4096)])
+@pytest.mark.parametrize(("n", "batch", "steps"), [cases.MEMORY_SHAPE, (128, 32, 512), (48, 4, 4096)])
 def test_the_stated_memory_is_what_the_plans_allocate(n: int, batch: int, steps: int, bias: str) -> None:
     segment = segment_length(n, batch, steps)
-    case = e79_cases.make_case(n, batch, steps, torch.device("meta"), bias=bias)
+    case = cases.make_case(n, batch, steps, torch.device("meta"), bias=bias)
     b = Counting()
     out, S, M, *kept = plan_e79_scan(b, *case.arguments(), segment)
     grads = plan_e79_scan_backward(b, torch.empty_like(out), None, None, *case.arguments(), *kept, segment)
     asked = sum(t.numel() * t.element_size() for t in (out, S, M, *grads))
-    stated = targets.stated_mb(n, batch, steps, segment, bias == "input")
+    stated = cases.stated_mb(n, batch, steps, segment, bias == "input")
     # Not in the stated memory: a fixed bias's sums and the state at the chain's end.
     rest = 4 * batch * (n * n + (4 * n if bias == "fixed" else 0)) / 1e6
     assert stated + rest == pytest.approx((b.bytes - asked) / 1e6)
     assert rest < 0.02 * stated
-    assert (n, batch, steps) != targets.MEMORY_SHAPE or stated + rest < targets.PEAK_BAR_MB
+    assert (n, batch, steps) != cases.MEMORY_SHAPE or stated + rest < cases.PEAK_BAR_MB
 
 
-@pytest.mark.parametrize("bias", e79_cases.BIASES)
+@pytest.mark.parametrize("bias", cases.BIASES)
 def test_the_loop_is_the_formula(bias: str) -> None:
-    case = e79_cases.make_case(5, 3, 4, CPU, bias=bias, states=True, ups=e79_cases.OUTPUTS)
-    want = oracle(case.inputs, {k: case.ups[k] for k in e79_cases.OUTPUTS})
-    got = e79_cases.exact(case, True)
+    case = cases.make_case(5, 3, 4, CPU, bias=bias, states=True, ups=cases.OUTPUTS)
+    want = oracle(case.inputs, {k: case.ups[k] for k in cases.OUTPUTS})
+    got = cases.exact(case, True)
     assert got.keys() == want.keys()
-    assert all(e79_cases.relative(got[k], want[k]) < 1e-12 for k in want)
+    assert all(cases.relative(got[k], want[k]) < 1e-12 for k in want)
 
 
 def test_ops_match_the_loop_and_mistakes_are_seen() -> None:
-    case = e79_cases.make_case(6, 2, 9, CPU, bias="input", states=True, ups=e79_cases.OUTPUTS)
-    want, loops = (e79_cases.exact(case, True, d) for d in (torch.float64, torch.float32))
-    got = e79_cases.both(e79_cases.eager_scan(), case.leaves())
-    assert [k for k, e in e79_cases.compare(got, want, loops).items() if not e["met"]] == []
+    case = cases.make_case(6, 2, 9, CPU, bias="input", states=True, ups=cases.OUTPUTS)
+    want, loops = (cases.exact(case, True, d) for d in (torch.float64, torch.float32))
+    got = cases.both(cases.eager_scan(), case.leaves())
+    assert [k for k, e in cases.compare(got, want, loops).items() if not e["met"]] == []
     got["dkvqm"] = got["dkvqm"] * (1 + 1e-4)
     got["S"] = got["S"].mT.contiguous()
     got["dM0"] = got["dM0"].clone()
     got["dM0"][0, 0, 0] = math.nan
-    assert {k for k, e in e79_cases.compare(got, want, loops).items() if not e["met"]} == {"dkvqm", "S", "dM0"}
+    assert {k for k, e in cases.compare(got, want, loops).items() if not e["met"]} == {"dkvqm", "S", "dM0"}
 
 
 def test_low_precision_is_held_to_one_rounding() -> None:
-    case = e79_cases.make_case(6, 2, 9, CPU, dtype=torch.bfloat16)
-    want = e79_cases.exact(case, False)
-    got = e79_cases.forward(e79_cases.eager_scan(), case)
+    case = cases.make_case(6, 2, 9, CPU, dtype=torch.bfloat16)
+    want = cases.exact(case, False)
+    got = cases.forward(cases.eager_scan(), case)
     assert got["out"].dtype is torch.bfloat16
-    assert all(e["met"] for e in e79_cases.compare(got, want, None).values())
+    assert all(e["met"] for e in cases.compare(got, want, None).values())
     got["out"] = got["out"] * 1.01
-    assert not e79_cases.compare(got, want, None)["out"]["met"]
+    assert not cases.compare(got, want, None)["out"]["met"]
 
 
 def test_some_sequences_of_a_case_are_the_same_alone() -> None:
-    case = e79_cases.make_case(4, 3, 5, CPU, bias="input", states=True, ups=e79_cases.OUTPUTS)
-    whole, part = (e79_cases.exact(c, True) for c in (case, case.sequences([0, 2])))
+    case = cases.make_case(4, 3, 5, CPU, bias="input", states=True, ups=cases.OUTPUTS)
+    whole, part = (cases.exact(c, True) for c in (case, case.sequences([0, 2])))
     for name, t in part.items():
-        torch.testing.assert_close(t, e79_cases.picked(name, whole[name], [0, 2]), msg=name)
+        torch.testing.assert_close(t, cases.picked(name, whole[name], [0, 2]), msg=name)
 
 
 # ---- a run
@@ -116,9 +116,9 @@ def test_what_a_run_holds(result: dict[str, Any]) -> None:
         ("float32", "input"),
         ("bfloat16", "input"),
     }
-    assert len(result["batch"]) == 2 * len(targets.BATCHES) and {r["T"] for r in result["decode"]} == {1}
+    assert len(result["batch"]) == 2 * len(cases.BATCHES) and {r["T"] for r in result["decode"]} == {1}
     assert all(e["loop"] < 1e-5 for c in result["accuracy"] for e in c["errors"].values())
-    assert {r["speedup"] for r in result["cpu"] if r["variant"] == targets.EAGER} == {1.0}
+    assert {r["speedup"] for r in result["cpu"] if r["variant"] == cases.EAGER} == {1.0}
 
 
 def test_times_are_per_step_of_a_chain() -> None:
@@ -143,15 +143,9 @@ def test_rolling_up_is_measured(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_chain_carries_the_states() -> None:
-    case = e79_cases.make_case(4, 2, 1, CPU, states=True)
-    got = e79_cases.chain(e79_cases.eager_scan(), case, e79.DECODE_CHAIN)()
+    case = cases.make_case(4, 2, 1, CPU, states=True)
+    got = cases.chain(cases.eager_scan(), case, e79.DECODE_CHAIN)()
     long = case.map(lambda k, t: t.expand(e79.DECODE_CHAIN, -1, -1) if k == "kvqm" else t)
-    want = e79_cases.forward(e79_cases.loop, long)
+    want = cases.forward(cases.loop, long)
     torch.testing.assert_close(got[1], want["S"])
     torch.testing.assert_close(got[0], want["out"][-1:])
-
-
-# ---- tables and plots --------------------------------------------------------------------------------------
-
-
-# ---- the command line

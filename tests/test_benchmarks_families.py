@@ -23,14 +23,14 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as cli
 from benchmarks import (
     deepseek_model,
-    e79_targets,
-    index_targets,
-    lists_targets,
-    mhc_targets,
+    e79_cases,
+    index_cases,
+    lists_cases,
+    mhc_cases,
     report,
     rule,
     selection,
-    selection_targets,
+    selection_cases,
     timing,
 )
 from benchmarks.lists_cases import mask_of
@@ -45,8 +45,8 @@ Row = dict[str, Any]
 PAGES = toy_runs.pages()
 KEPT = ("deepseek_v4", "sparse_models", "ways")
 SPARSE, MANY = "deepseek_v32,2x32-training", "weak.scaling,context.parallel"
-TARGETS: dict[str, Any] = {"mhc": mhc_targets, "e79": e79_targets, "index": index_targets}
-TARGETS |= {"lists": lists_targets, "selection": selection_targets}
+TARGETS: dict[str, Any] = {"mhc": mhc_cases, "e79": e79_cases, "index": index_cases}
+TARGETS |= {"lists": lists_cases, "selection": selection_cases}
 
 
 def of(name: str, *rest: Any) -> Any:
@@ -74,7 +74,7 @@ def test_a_run_has_every_part(name: str) -> None:
     assert made["settings"]["seed"] == shape["seed"]
     # Small shapes have no 576 columns, so that nothing is said of TileLang.
     skipped = {words.partition(",")[0] for words in made["skipped"]}
-    assert {"memory"} <= skipped <= {"memory", mhc_targets.LIGER, lists_targets.FLA}
+    assert {"memory"} <= skipped <= {"memory", mhc_cases.LIGER, lists_cases.FLA}
     for row in (r for rows in made.values() if isinstance(rows, list) for r in rows):
         assert "error" not in row and "met_bar" not in row, "absolute bars count on an H200 only"
         assert all(row.get(k, True) for k in ("finite", "correct", "met")), row
@@ -136,10 +136,10 @@ def test_pictures(name: str, tmp_path: pathlib.Path) -> None:
     ("name", "broken", "parts", "failed"),
     [
         of("mhc", "mhc_calls.ops_post", ("4096", "npu", "determinism"), {("post", "ops"), ("fb", "ops")}),
-        of("e79", "e79_cases.both", ("speed", "determinism"), {("fb", "ops"), ("fb", e79_targets.EAGER)}),
+        of("e79", "e79_cases.both", ("speed", "determinism"), {("fb", "ops"), ("fb", e79_cases.EAGER)}),
         of("selection", "selection_cases.both", ("cpu", "errors"), {("fb", "ops")}),
         of("lists", "lists_cases.both", ("speed", "errors"), {("fb", "ops")}),
-        of("lists", "lists_peers.ranges", ("peers",), {(w, lists_targets.RANGES) for w in ("fwd", "fb")}),
+        of("lists", "lists_peers.ranges", ("peers",), {(w, lists_cases.RANGES) for w in ("fwd", "fb")}),
     ],
 )
 def test_a_failure_costs_a_row_or_a_part(
@@ -182,7 +182,7 @@ def test_parts_of_a_gpu(
     runner.gpu = True
     for part in parts:
         runner.part(part)
-    assert runner.result["skipped"].keys() <= {mhc_targets.LIGER, lists_targets.FLA}
+    assert runner.result["skipped"].keys() <= {mhc_cases.LIGER, lists_cases.FLA}
     rows = runner.result["memory"]
     assert [r.get("name") or r.get("variant") or f"{r['case']}, {r['what']}" for r in rows] == memory
     assert all(r["peak_above_mb"] == 600 and (r["outputs"] == 6 if name == "e79" else r["outputs"] > 0) for r in rows)
@@ -211,8 +211,8 @@ def test_wrong_outputs_are_listed(name: str, tensor: str, place: str) -> None:
 @pytest.mark.parametrize(
     ("name", "what", "size", "here", "apart"),
     [
-        of("mhc", "fb", 4096, mhc_targets.COMPILE, "TileKernels"),
-        of("e79", "fwd", 64, e79_targets.EAGER, e79_targets.AUTHORS),
+        of("mhc", "fb", 4096, mhc_cases.COMPILE, "TileKernels"),
+        of("e79", "fwd", 64, e79_cases.EAGER, e79_cases.AUTHORS),
     ],
 )
 def test_times_of_this_run_replace_separate_ones(name: str, what: str, size: int, here: str, apart: str) -> None:
@@ -263,7 +263,7 @@ def test_what_a_cell_says(field: str, row: Row, text: str) -> None:
         of(
             "index",
             "--quick --rounds 4",
-            lambda r: {w["variant"] for w in r["rows"]} == {"ops", index_targets.TORCH_TOPK},
+            lambda r: {w["variant"] for w in r["rows"]} == {"ops", index_cases.TORCH_TOPK},
         ),
     ],
 )
@@ -396,11 +396,11 @@ DERIVED = (
 
 def _pairs(row: Row) -> int:
     """Returns how many keys all queries of a committed row of lists have together."""
-    s = lists_targets.SHAPES[row["case"]]
+    s = lists_cases.SHAPES[row["case"]]
     reach = range(s.keys - s.queries + 1, s.keys + 1)
     if not s.pooled:
         return s.batch * sum(min(s.listed, n) for n in reach)
-    return s.batch * sum(min(s.window, n) + min(s.listed, n // lists_targets.RATIO) for n in reach)
+    return s.batch * sum(min(s.window, n) + min(s.listed, n // lists_cases.RATIO) for n in reach)
 
 
 def _figures(name: str, runner: Any, row: Row, t: timing.Timing) -> None:
@@ -417,10 +417,10 @@ def _figures(name: str, runner: Any, row: Row, t: timing.Timing) -> None:
         shape = types.SimpleNamespace(name=row["case"])
         runner.add_figures(types.SimpleNamespace(shape=shape, select=row["select"]), row, t)
     elif name == "lists":
-        runner.add_figures(lists_targets.SHAPES[row["case"]], row, t, _pairs(row))
+        runner.add_figures(lists_cases.SHAPES[row["case"]], row, t, _pairs(row))
         runner.add_bars(row)
     else:
-        runner.add_figures(next(s for s in index_targets.SHAPES if s.name == row["name"]), row, t)
+        runner.add_figures(next(s for s in index_cases.SHAPES if s.name == row["name"]), row, t)
 
 
 @every_family

@@ -14,13 +14,14 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from benchmarks import index, index_cases, index_targets, timing
+from benchmarks import index, timing
+from benchmarks import index_cases as cases
 from tests.tools import toy_runs
 
 CPU = torch.device("cpu")
 # The shapes are tiny, and one worker makes the run that most tests read.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("benchmarks_index")]
-TINY = index_targets.Shape("tiny", 24, 3, 8, 5, (3, 24))
+TINY = cases.Shape("tiny", 24, 3, 8, 5, (3, 24))
 run = functools.partial(toy_runs.run, "index")
 
 
@@ -33,42 +34,42 @@ def result() -> dict[str, Any]:
 
 
 def test_the_bar_of_memory() -> None:
-    assert round(index_targets.MEMORY_BAR_MB, 1) == 1073.7
+    assert round(cases.MEMORY_BAR_MB, 1) == 1073.7
 
 
 def test_the_ops_and_the_models_formula_are_the_formula() -> None:
     torch.manual_seed(0)
-    case = index_cases.make_case(TINY, CPU)
-    at = index_cases.sample_of(TINY.tokens, 7, CPU)
-    want = index_cases.exact(case, at)
+    case = cases.make_case(TINY, CPU)
+    at = cases.sample_of(TINY.tokens, 7, CPU)
+    want = cases.exact(case, at)
     assert (want > float("-inf")).sum(-1).tolist() == [s + 1 for s in at.tolist()]
-    assert index_cases.score_error(index_cases.scores(case)[0, at], want) < 1e-6
-    plain = index_cases.formula(case.q, case.k, case.w, case.scale)
-    assert index_cases.score_error(plain[0, at], want) < 1e-6
-    assert index_cases.wrongly_chosen(index_cases.chosen(case)[0, at], want, 1e-6) == 0
-    given = index_cases.formula_topk(case.q, case.k, case.w, case.scale, TINY.topk)
+    assert cases.score_error(cases.scores(case)[0, at], want) < 1e-6
+    plain = cases.formula(case.q, case.k, case.w, case.scale)
+    assert cases.score_error(plain[0, at], want) < 1e-6
+    assert cases.wrongly_chosen(cases.chosen(case)[0, at], want, 1e-6) == 0
+    given = cases.formula_topk(case.q, case.k, case.w, case.scale, TINY.topk)
     late = at >= TINY.topk  # before, models take keys that are not visible
-    assert index_cases.wrongly_chosen(given[0, at[late]], want[late], 1e-6) == 0
+    assert cases.wrongly_chosen(given[0, at[late]], want[late], 1e-6) == 0
 
 
 def test_the_loss_is_the_formula() -> None:
     torch.manual_seed(0)
-    args = index_cases.loss_arguments(index_cases.make_case(TINY, CPU))
-    at = index_cases.sample_of(TINY.tokens, 7, CPU)
-    loss, dscores, *grads = index_cases.trained(args)
-    assert index_cases.relative(loss[0, at], index_cases.loss_of(args, at, torch.float64)) < 1e-5
+    args = cases.loss_arguments(cases.make_case(TINY, CPU))
+    at = cases.sample_of(TINY.tokens, 7, CPU)
+    loss, dscores, *grads = cases.trained(args)
+    assert cases.relative(loss[0, at], cases.loss_of(args, at, torch.float64)) < 1e-5
     assert [g.shape for g in grads] == [t.shape for t in args[:3]] and dscores.shape == args[3].shape
     assert loss[0, 0] == 0 and bool((loss[0, 1:] > 0).all())  # the first query sees one key
 
 
 def test_wrong_scores_are_seen() -> None:
     want = torch.tensor([[3.0, 1.0, 2.0, -torch.inf]], dtype=torch.float64)
-    assert index_cases.score_error(want.float(), want) == 0
-    assert index_cases.score_error(want * 1.5, want) == pytest.approx(0.5)
+    assert cases.score_error(want.float(), want) == 0
+    assert cases.score_error(want * 1.5, want) == pytest.approx(0.5)
     hidden = torch.tensor([[3.0, 1.0, -torch.inf, -torch.inf]])
     shown = torch.tensor([[3.0, 1.0, 2.0, 0.0]])
     for wrong in (hidden, shown):
-        assert index_cases.score_error(wrong, want) != index_cases.score_error(wrong, want)  # NaN
+        assert cases.score_error(wrong, want) != cases.score_error(wrong, want)  # NaN
 
 
 @pytest.mark.parametrize(
@@ -84,14 +85,14 @@ def test_wrong_scores_are_seen() -> None:
 )
 def test_wrong_choices_are_counted(chosen: list[int], wrong: int) -> None:
     want = torch.tensor([[3.0, 1.0, 2.0, -torch.inf]], dtype=torch.float64)
-    assert index_cases.wrongly_chosen(torch.tensor([chosen]), want, 1e-5) == wrong
+    assert cases.wrongly_chosen(torch.tensor([chosen]), want, 1e-5) == wrong
 
 
 def test_choices_within_the_tolerance_are_right() -> None:
     want = torch.tensor([[1.0, 1.0 - 1e-7, 0.5]], dtype=torch.float64)
-    assert index_cases.wrongly_chosen(torch.tensor([[1]]), want, 1e-5) == 0
-    assert index_cases.wrongly_chosen(torch.tensor([[1]]), want, 1e-9) == 1
-    assert index_cases.wrongly_chosen(torch.tensor([[0, 1, 2, -1]]), want, 1e-9) == 0
+    assert cases.wrongly_chosen(torch.tensor([[1]]), want, 1e-5) == 0
+    assert cases.wrongly_chosen(torch.tensor([[1]]), want, 1e-9) == 1
+    assert cases.wrongly_chosen(torch.tensor([[0, 1, 2, -1]]), want, 1e-9) == 0
 
 
 # ---- a run
@@ -99,24 +100,24 @@ def test_choices_within_the_tolerance_are_right() -> None:
 
 def test_what_a_run_holds(result: dict[str, Any]) -> None:
     ours = [r for r in result["rows"] if r["variant"] == "ops"]
-    assert all("times_compiled" in r for r in ours if r["what"] != index_targets.LOSS)
-    assert [r["name"] for r in ours if r["what"] == index_targets.LOSS] == ["64 heads"]
+    assert all("times_compiled" in r for r in ours if r["what"] != cases.LOSS)
+    assert [r["name"] for r in ours if r["what"] == cases.LOSS] == ["64 heads"]
     assert len(result["errors"]) == 2 and len(result["determinism"]) == 2
 
 
 def test_wrong_results_miss_their_bars(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scores, chosen = index_cases.scores, index_cases.chosen
+    scores, chosen = cases.scores, cases.chosen
     wrong: dict[str, Any] = {"scores": lambda case: scores(case) * 1.001, "chosen": lambda case: chosen(case) * 0}
     for name, call in wrong.items():
         with monkeypatch.context() as patch:
-            patch.setattr(index_cases, name, call)
+            patch.setattr(cases, name, call)
             found = run(tmp_path / "x.json", parts=("errors",))
         assert not any(r["met"] for r in found["errors"])
 
 
 def test_a_wrong_loss_misses_its_bar(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = index_cases.trained
-    monkeypatch.setattr(index_cases, "trained", lambda args: (trained(args)[0] * 1.001, *trained(args)[1:]))
+    trained = cases.trained
+    monkeypatch.setattr(cases, "trained", lambda args: (trained(args)[0] * 1.001, *trained(args)[1:]))
     found = run(tmp_path / "x.json", parts=("errors",))
     assert [r["met"] for r in found["errors"]] == [False, True]
 
@@ -133,14 +134,5 @@ def test_elements_that_a_call_leaves_out_are_seen(monkeypatch: pytest.MonkeyPatc
 def test_a_spent_budget_leaves_peers_out(tmp_path: pathlib.Path) -> None:
     found = run(tmp_path / "x.json", parts=("speed",), budget_s=0.0)
     assert not found["complete"]
-    assert {r["variant"] for r in found["rows"]} == {"ops", index_targets.TORCH_TOPK}
+    assert {r["variant"] for r in found["rows"]} == {"ops", cases.TORCH_TOPK}
     assert len(found["skipped"]) == 2
-
-
-# ---- tables
-
-
-# ---- the command line
-
-
-# ---- the pages

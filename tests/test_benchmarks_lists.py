@@ -21,19 +21,9 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import (
-    lists,
-    lists_cases,
-    lists_fill,
-    lists_peers,
-    pages,
-    report,
-    running,
-    timing,
-    variants,
-)
-from benchmarks import lists_targets as targets
-from benchmarks.lists_targets import Shape
+from benchmarks import lists, lists_fill, lists_peers, pages, report, running, timing, variants
+from benchmarks import lists_cases as cases
+from benchmarks.lists_cases import Shape
 from tests import test_results
 from tests.tools import toy_runs
 from tests.tools.toy_runs import uncompiled
@@ -43,8 +33,8 @@ CPU = torch.device("cpu")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("benchmarks_lists")]
 SHARED = Shape("shared", 12, 20, 3, 12, 8, 5)
 APART = Shape("apart", 20, 20, 2, 8, 8, 7, shared=False, sink=True)
-POOLED = targets.C.small()
-DECODE = targets.DECODE.small()
+POOLED = cases.C.small()
+DECODE = cases.DECODE.small()
 EVERY = (SHARED, APART, POOLED, DECODE)
 run = functools.partial(toy_runs.run, "lists")
 
@@ -68,17 +58,17 @@ def on_h200() -> dict[str, Any]:
 def test_rates_of_the_published_bars() -> None:
     """Checks the counts of operations with the table's own rates: 340 TFLOP/s for A, 375 for B."""
     for name, want in (("A", 340), ("B", 375)):
-        shape = targets.SHAPES[name]
-        count = targets.operations(shape, shape.queries * shape.entries, "fwd")
-        assert count / targets.TARGETS[name, "fwd"].bar / 1e6 == pytest.approx(want, rel=0.03)
-    a = targets.A
-    assert targets.operations(a, 10, "fb") == 3.5 * targets.operations(a, 10, "fwd")
+        shape = cases.SHAPES[name]
+        count = cases.operations(shape, shape.queries * shape.entries, "fwd")
+        assert count / cases.TARGETS[name, "fwd"].bar / 1e6 == pytest.approx(want, rel=0.03)
+    a = cases.A
+    assert cases.operations(a, 10, "fb") == 3.5 * cases.operations(a, 10, "fwd")
 
 
 @pytest.mark.parametrize("shape", [SHARED, APART, DECODE], ids=lambda s: s.name)
 def test_lists_are_distinct_sorted_and_causal(shape: Shape) -> None:
     torch.manual_seed(0)
-    found = lists_cases.lists(shape, CPU)
+    found = cases.lists(shape, CPU)
     assert found.shape == (shape.batch, shape.queries, 1, shape.entries) and found.dtype is torch.int32
     for b in range(shape.batch):
         for s in range(shape.queries):
@@ -91,18 +81,18 @@ def test_lists_are_distinct_sorted_and_causal(shape: Shape) -> None:
 
 def test_lists_of_a_window_and_pooled_keys() -> None:
     torch.manual_seed(0)
-    found = lists_cases.lists(POOLED, CPU)[0, :, 0]
+    found = cases.lists(POOLED, CPU)[0, :, 0]
     for s, row in enumerate(found.tolist()):
         near, far = [i for i in row if 0 <= i < POOLED.keys], [i - POOLED.keys for i in row if i >= POOLED.keys]
         assert near == list(range(max(0, s - POOLED.window + 1), s + 1))
-        complete = (s + 1) // targets.RATIO
+        complete = (s + 1) // cases.RATIO
         assert len(far) == min(POOLED.listed, complete) and all(0 <= i < complete for i in far)
 
 
 def test_every_causal_key_is_drawn_alike() -> None:
     torch.manual_seed(0)
     reach = torch.full((4000,), 10)
-    counts = lists_cases.drawn(reach, 16, 4).flatten().bincount(minlength=16)
+    counts = cases.drawn(reach, 16, 4).flatten().bincount(minlength=16)
     assert counts[10:].sum() == 0
     assert (counts[:10] / 1600.0 - 1).abs().max() < 0.1
 
@@ -110,40 +100,40 @@ def test_every_causal_key_is_drawn_alike() -> None:
 @pytest.mark.parametrize("shape", EVERY, ids=lambda s: s.name)
 def test_the_op_and_dense_attention_are_the_formula(shape: Shape) -> None:
     torch.manual_seed(0)
-    case = lists_cases.make_case(shape, CPU, dtype=torch.float32)
-    at = lists_cases.sample_of(shape.queries, 7, CPU)
-    want = lists_cases.exact(case, at)
-    got = lists_cases.picked(lists_cases.forward(case) | lists_cases.both(case, case.leaves()), at)
+    case = cases.make_case(shape, CPU, dtype=torch.float32)
+    at = cases.sample_of(shape.queries, 7, CPU)
+    want = cases.exact(case, at)
+    got = cases.picked(cases.forward(case) | cases.both(case, case.leaves()), at)
     assert got.keys() == want.keys() == {"o", "lse", "dq"}
-    assert all(lists_cases.relative(got[k], want[k]) < 1e-6 for k in want)
-    dense = lists_cases.dense_sampled(case, at)
+    assert all(cases.relative(got[k], want[k]) < 1e-6 for k in want)
+    dense = cases.dense_sampled(case, at)
     assert dense.keys() == {"o", "dq"}
-    assert all(lists_cases.relative(dense[k], want[k]) < 1e-6 for k in dense)
+    assert all(cases.relative(dense[k], want[k]) < 1e-6 for k in dense)
 
 
 @pytest.mark.parametrize("shape", EVERY, ids=lambda s: s.name)
 def test_gradients_are_the_formulas(shape: Shape) -> None:
     torch.manual_seed(0)
-    case = lists_cases.make_case(shape, CPU, dtype=torch.float32)
-    want = lists_cases.dense_gradients(case, torch.float64)
-    got, dense = lists_cases.both(case, case.leaves()), lists_cases.dense_gradients(case, torch.float32)
+    case = cases.make_case(shape, CPU, dtype=torch.float32)
+    want = cases.dense_gradients(case, torch.float64)
+    got, dense = cases.both(case, case.leaves()), cases.dense_gradients(case, torch.float32)
     names = {"o", "dq", "dk"} | ({"dv"} if not shape.shared else set()) | ({"dsink"} if shape.sink else set())
     assert got.keys() == want.keys() == dense.keys() == names
-    assert all(lists_cases.relative(got[k], want[k]) < 2e-6 for k in want)
-    assert all(lists_cases.relative(dense[k], want[k]) < 2e-6 for k in want)
+    assert all(cases.relative(got[k], want[k]) < 2e-6 for k in want)
+    assert all(cases.relative(dense[k], want[k]) < 2e-6 for k in want)
 
 
-@pytest.mark.parametrize("peer", [targets.DENSE_MASKED, targets.RANGES, targets.GATHER])
+@pytest.mark.parametrize("peer", [cases.DENSE_MASKED, cases.RANGES, cases.GATHER])
 @pytest.mark.parametrize("shape", EVERY, ids=lambda s: s.name)
 def test_peers_compute_the_same(shape: Shape, peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists_peers, "compiled", uncompiled)
     torch.manual_seed(0)
-    case = lists_cases.make_case(shape, CPU, dtype=torch.float32)
-    want = lists_cases.both(case, case.leaves())
+    case = cases.make_case(shape, CPU, dtype=torch.float32)
+    want = cases.both(case, case.leaves())
     forward, both = (lists_peers.make(peer, case, what)[0]() for what in ("fwd", "fb"))
-    assert forward.keys() == {"o"} and lists_cases.relative(forward["o"], want["o"]) < 1e-5
+    assert forward.keys() == {"o"} and cases.relative(forward["o"], want["o"]) < 1e-5
     assert both.keys() == want.keys()
-    assert all(lists_cases.relative(both[k], want[k]) < 1e-5 for k in want)
+    assert all(cases.relative(both[k], want[k]) < 1e-5 for k in want)
 
 
 @pytest.mark.parametrize("shape", [SHARED, dataclasses.replace(APART, sink=False)], ids=lambda s: s.name)
@@ -152,21 +142,21 @@ def test_dense_peers_are_causal_attention(shape: Shape, monkeypatch: pytest.Monk
     lists_peers._causal.cache_clear()
     torch.manual_seed(0)
     n = 20
-    case = lists_cases.make_case(shape.of(n, n, n), CPU, dtype=torch.float32)  # lists of all causal keys
-    want = lists_cases.both(case, case.leaves())
-    for name in (targets.DENSE_CAUSAL, targets.DENSE_ALL, targets.PLAIN):
+    case = cases.make_case(shape.of(n, n, n), CPU, dtype=torch.float32)  # lists of all causal keys
+    want = cases.both(case, case.leaves())
+    for name in (cases.DENSE_CAUSAL, cases.DENSE_ALL, cases.PLAIN):
         call, _ = lists_peers.make(name, case, "fb")
-        assert all(lists_cases.relative(t, want[k]) < 1e-5 for k, t in call().items())
+        assert all(cases.relative(t, want[k]) < 1e-5 for k, t in call().items())
     lists_peers._causal.cache_clear()
 
 
 def test_attn_gym_computes_the_same() -> None:
     torch.manual_seed(0)
-    case = lists_cases.make_case(POOLED, CPU, dtype=torch.float32)
-    want = lists_cases.both(case, case.leaves())
-    got = lists_peers.make(targets.ATTN_GYM, case, "fb")[0]()
+    case = cases.make_case(POOLED, CPU, dtype=torch.float32)
+    want = cases.both(case, case.leaves())
+    got = lists_peers.make(cases.ATTN_GYM, case, "fb")[0]()
     assert got.keys() == want.keys()
-    assert all(lists_cases.relative(got[k], want[k]) < 1e-5 for k in want)
+    assert all(cases.relative(got[k], want[k]) < 1e-5 for k in want)
 
 
 EXAMPLE = """
@@ -196,42 +186,42 @@ def test_tilelangs_example_gets_what_it_expects(
     monkeypatch.setenv(lists_peers.EXAMPLE, str(tmp_path / "example.py"))
     lists_peers._example.cache_clear()
     torch.manual_seed(0)
-    case = lists_cases.make_case(shape, CPU, dtype=torch.float32)
-    got = lists_peers.make(targets.TILELANG, case, "fwd")[0]()
-    assert lists_cases.relative(got["o"], lists_cases.forward(case)["o"]) < 1e-5
+    case = cases.make_case(shape, CPU, dtype=torch.float32)
+    got = lists_peers.make(cases.TILELANG, case, "fwd")[0]()
+    assert cases.relative(got["o"], cases.forward(case)["o"]) < 1e-5
     lists_peers._example.cache_clear()
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert targets.B.packages("fwd") == targets.DECODE.packages("fwd") == (targets.TILELANG,)
-    assert targets.C.packages("fb") == (targets.ATTN_GYM,) and not targets.A.packages("fwd") + targets.B.packages("fb")
-    assert lists_peers.missing(targets.ATTN_GYM) is None
+    assert cases.B.packages("fwd") == cases.DECODE.packages("fwd") == (cases.TILELANG,)
+    assert cases.C.packages("fb") == (cases.ATTN_GYM,) and not cases.A.packages("fwd") + cases.B.packages("fb")
+    assert lists_peers.missing(cases.ATTN_GYM) is None
     monkeypatch.setattr(lists_peers.importlib.util, "find_spec", lambda name: None)
-    assert lists_peers.missing(targets.TILELANG) == "not installed: pip install tilelang"
+    assert lists_peers.missing(cases.TILELANG) == "not installed: pip install tilelang"
     monkeypatch.undo()
     monkeypatch.setattr(lists_peers.importlib.util, "find_spec", lambda name: name)
     monkeypatch.delenv(lists_peers.EXAMPLE, raising=False)
-    assert lists_peers.EXAMPLE in str(lists_peers.missing(targets.TILELANG))
+    assert lists_peers.EXAMPLE in str(lists_peers.missing(cases.TILELANG))
 
 
 def test_a_first_call_that_does_not_end_costs_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = lists_cases.make_case(POOLED, CPU)
+    case = cases.make_case(POOLED, CPU)
     monkeypatch.setattr(lists_peers, "_failed", {})
     monkeypatch.setattr(lists_peers, "FIRST_CALL_S", 0.01)
     with pytest.raises(RuntimeError, match="did not finish its first call in 0 s"):
-        lists_peers.first_call(targets.ATTN_GYM, case, "fwd")
+        lists_peers.first_call(cases.ATTN_GYM, case, "fwd")
     monkeypatch.setattr(lists_peers, "FIRST_CALL_S", 60)
     with pytest.raises(RuntimeError, match="did not finish"):  # and is not waited for again
-        lists_peers.first_call(targets.ATTN_GYM, case, "fb")
+        lists_peers.first_call(cases.ATTN_GYM, case, "fb")
     with pytest.raises(RuntimeError, match="its first call failed: "):
         lists_peers.first_call("no package", case, "fwd")
 
 
 def test_torch_compile_takes_the_formula() -> None:
     torch.manual_seed(0)
-    case = lists_cases.make_case(SHARED, CPU, dtype=torch.float32)
-    got = lists_peers.make(targets.GATHER, case, "fwd")[0]()
-    assert lists_cases.relative(got["o"], lists_cases.forward(case)["o"]) < 1e-5
+    case = cases.make_case(SHARED, CPU, dtype=torch.float32)
+    got = lists_peers.make(cases.GATHER, case, "fwd")[0]()
+    assert cases.relative(got["o"], cases.forward(case)["o"]) < 1e-5
 
 
 # ---- a run
@@ -239,22 +229,22 @@ def test_torch_compile_takes_the_formula() -> None:
 
 def test_what_a_run_holds(result: dict[str, Any]) -> None:
     rows = {(r["case"], r["what"], r["variant"]) for r in result["peers"]}
-    assert {("D", "fb", targets.DENSE_ALL), ("C", "fb", targets.ATTN_GYM)} <= rows
+    assert {("D", "fb", cases.DENSE_ALL), ("C", "fb", cases.ATTN_GYM)} <= rows
     kinds = {(r["case"].partition(",")[0], r["variant"]) for r in result["crossing"]}
     assert {c for c, _ in kinds} == {"D = 128", "D = 512"}
-    assert {v for _, v in kinds} == {"ops", targets.PLAIN, targets.DENSE_CAUSAL}
+    assert {v for _, v in kinds} == {"ops", cases.PLAIN, cases.DENSE_CAUSAL}
     assert {r["dtype"] for r in result["errors"]} == {"bfloat16", "float16", "float32"}
-    assert {d["case"] for d in result["determinism"]} == set(targets.SHAPES)
+    assert {d["case"] for d in result["determinism"]} == set(cases.SHAPES)
 
 
 def test_a_wrong_result_misses_its_bar(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = lists_cases.both, []
+    right, calls = cases.both, []
 
     def wrong(*a: Any) -> Any:
         calls.append(a)
         return {k: t * (1.02 + len(calls)) for k, t in right(*a).items()}
 
-    monkeypatch.setattr(lists_cases, "both", wrong)
+    monkeypatch.setattr(cases, "both", wrong)
     found = run(tmp_path / "x.json", parts=("errors",), shapes=("C",))
     assert not any(e["met"] for r in found["errors"] for k, e in r["errors"].items() if k.startswith("d"))
     assert found["determinism"][0]["differ"] == ["o", "dq", "dk", "dsink"] and not found["determinism"][0]["met"]
@@ -316,7 +306,7 @@ def test_a_peer_without_memory_says_what_it_needs(tmp_path: pathlib.Path, monkey
     right = lists_peers.make
 
     def make(name: str, case: Any, what: str) -> Any:
-        if (name, what) == (targets.DENSE_MASKED, "fb"):
+        if (name, what) == (cases.DENSE_MASKED, "fb"):
             raise torch.OutOfMemoryError(OOM)
         return right(name, case, what)
 
@@ -400,7 +390,7 @@ def test_a_peer_that_ends_a_run_is_not_tried_again(tmp_path: pathlib.Path, monke
     right, tried = lists_peers.make, []
 
     def make(name: str, case: Any, what: str) -> Any:
-        if name == targets.DENSE_MASKED:
+        if name == cases.DENSE_MASKED:
             tried.append(what)
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return right(name, case, what)
@@ -416,7 +406,7 @@ def test_a_peer_that_ends_a_run_is_not_tried_again(tmp_path: pathlib.Path, monke
         patch.setattr(running, "free", free)
         run(tmp_path / "x.json", **parts)
     dead = json.loads((tmp_path / "x.json").read_text())
-    assert [r["variant"] for r in dead["peers"] if "error" in r] == [targets.DENSE_MASKED]
+    assert [r["variant"] for r in dead["peers"] if "error" in r] == [cases.DENSE_MASKED]
     assert not dead["complete"]
     tried.clear()
     found = run(tmp_path / "y.json", **parts, earlier=dead)
@@ -447,8 +437,8 @@ def without_peers(on_h200: dict[str, Any]) -> dict[str, Any]:
     old = copy.deepcopy(on_h200)
     del old["peers"]
     old["crossing"] = [r for r in old["crossing"] if r["S"] < 16384]
-    spent = dict.fromkeys((f"{targets.GATHER}, A, fwd", "crossing, D = 512, 16384"), running.SPENT.partition(": ")[2])
-    old["skipped"] = {targets.FLA: targets.NO_FLA, **spent}
+    spent = dict.fromkeys((f"{cases.GATHER}, A, fwd", "crossing, D = 512, 16384"), running.SPENT.partition(": ")[2])
+    old["skipped"] = {cases.FLA: cases.NO_FLA, **spent}
     old["settings"] |= {"parts": list(lists.PARTS), "small": False}
     return old
 
@@ -473,9 +463,9 @@ def test_peers_of_a_later_run_are_filled_in(on_h200: dict[str, Any], tmp_path: p
     done = CliRunner().invoke(cli.app, ["lists_fill", str(files[1]), *words])
     assert done.exit_code == 0, done.output
     found = json.loads(files[0].read_text())
-    assert found["complete"] and found["skipped"] == {targets.FLA: targets.NO_FLA}
+    assert found["complete"] and found["skipped"] == {cases.FLA: cases.NO_FLA}
     assert found["rows"] == json.loads(json.dumps(on_h200["rows"])), "those with bars are of the H200 still"
-    assert found["peers"] and {r["S"] for r in found["crossing"]} == set(targets.CROSSING_LENGTHS)
+    assert found["peers"] and {r["S"] for r in found["crossing"]} == set(cases.CROSSING_LENGTHS)
     made = files[0].with_suffix(".md").read_text()
     assert made == lists.table(found) and "\n- NVIDIA H200, torch" in made
     assert "\n- of another run: crossing, peers: NVIDIA H100, torch" in made and "b" * 12 in made
@@ -486,12 +476,12 @@ def test_peers_of_a_later_run_are_filled_in(on_h200: dict[str, Any], tmp_path: p
 
 def test_a_later_run_that_left_cells_out_does_not_complete(on_h200: dict[str, Any]) -> None:
     later = of_an_h100(on_h200)
-    row = next(r for r in later["peers"] if r["variant"] == targets.GATHER)
+    row = next(r for r in later["peers"] if r["variant"] == cases.GATHER)
     row["reason"] = running.SPENT
     assert not lists_fill.fill(without_peers(on_h200), later, later["settings"]["parts"], lists.LISTS_OF)["complete"]
     only = of_an_h100(on_h200)
     found = lists_fill.fill(without_peers(on_h200), only, ["crossing"], lists.LISTS_OF)
-    assert not found["complete"] and f"{targets.GATHER}, A, fwd" in found["skipped"]
+    assert not found["complete"] and f"{cases.GATHER}, A, fwd" in found["skipped"]
     only["settings"]["shapes"] = ["A"]
     with pytest.raises(running.OtherRun, match="shapes"):
         lists_fill.fill(without_peers(on_h200), only, ["crossing"], lists.LISTS_OF)
@@ -520,9 +510,3 @@ def test_where_lists_pass_dense_attention() -> None:
         at = lists.break_even(points, dense)
         assert at is None if want is None else at == pytest.approx(want, rel=0.06)
     assert lists.break_even([], 1.0) is None
-
-
-# ---- the command line
-
-
-# ---- the pages

@@ -16,14 +16,9 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from benchmarks import (
-    selection,
-    selection_cases,
-    selection_layer,
-    selection_peers,
-)
-from benchmarks import selection_targets as targets
-from benchmarks.selection_targets import Shape
+from benchmarks import selection, selection_layer, selection_peers
+from benchmarks import selection_cases as cases
+from benchmarks.selection_cases import Shape
 from tests.tools import toy_runs
 
 CPU = torch.device("cpu")
@@ -44,18 +39,18 @@ def result() -> dict[str, Any]:
 
 
 def test_the_bar_of_random_selections() -> None:
-    rand = targets.target("c1", "fwd", "rand")
+    rand = cases.target("c1", "fwd", "rand")
     assert rand is not None and rand.bar == pytest.approx(1.35 * 3900) and rand.goal is None
-    assert targets.target("2K", "fwd", "corr") is None
+    assert cases.target("2K", "fwd", "corr") is None
 
 
-@pytest.mark.parametrize("select", selection_cases.SELECTS)
+@pytest.mark.parametrize("select", cases.SELECTS)
 @pytest.mark.parametrize("shape", [TINY, LATE], ids=lambda s: s.name)
 def test_blocks_are_distinct_and_causal(shape: Shape, select: str) -> None:
     torch.manual_seed(0)
-    blocks = selection_cases.blocks(shape, select, CPU)
+    blocks = cases.blocks(shape, select, CPU)
     assert blocks.shape == (shape.batch, shape.queries, shape.groups, shape.picks)
-    own = selection_cases.positions(shape, CPU) // shape.block
+    own = cases.positions(shape, CPU) // shape.block
     for b, s, g in ((0, 0, 0), (0, shape.queries - 1, 1), (shape.batch - 1, shape.queries // 2, 0)):
         chosen = [int(i) for i in blocks[b, s, g] if i >= 0]
         assert len(set(chosen)) == len(chosen) == min(int(own[s]) + 1, shape.picks)
@@ -67,7 +62,7 @@ def test_neighbours_share_blocks_as_in_the_survey() -> None:
     """Checks the published counts at c1: unions of 26.6 blocks for 4 neighbours, and of 51 for 16."""
     torch.manual_seed(0)
     shape = Shape("c1", 16384, 1, 1)
-    blocks = selection_cases.blocks(shape, "corr", CPU)
+    blocks = cases.blocks(shape, "corr", CPU)
     found = selection.union_sizes(types.SimpleNamespace(shape=shape, blocks=blocks))
     assert found["4"] == pytest.approx(26.6, rel=0.02)
     assert found["16"] == pytest.approx(51, rel=0.03)
@@ -75,18 +70,18 @@ def test_neighbours_share_blocks_as_in_the_survey() -> None:
 
 def test_tokens_are_distinct_and_causal() -> None:
     torch.manual_seed(0)
-    at = selection_cases.tokens(SINGLE, CPU)
+    at = cases.tokens(SINGLE, CPU)
     assert at.shape == (1, 5, 2, 9) and at.min() >= 0
-    assert (at.amax((0, 2, 3)) <= selection_cases.positions(SINGLE, CPU)).all()
+    assert (at.amax((0, 2, 3)) <= cases.positions(SINGLE, CPU)).all()
     assert (at.sort(-1).values.diff(dim=-1) > 0).all() and not (at.diff(dim=-1) > 0).all()
     with pytest.raises(ValueError, match="fewer than 31"):
-        selection_cases.tokens(Shape("few", 5, 2, 2, keys=30, tokens=31), CPU)
+        cases.tokens(Shape("few", 5, 2, 2, keys=30, tokens=31), CPU)
 
 
 def test_single_keys_ascend_and_are_all_keys_where_there_are_fewer() -> None:
     shape = Shape("single", 40, 2, 2, dim=8, tokens=9)
-    ranges = selection_cases.single_keys(shape)
-    mask, causal = selection_cases.mask_of(ranges, 40)[0], torch.ones(40, 40).tril().bool()[:, None]
+    ranges = cases.single_keys(shape)
+    mask, causal = cases.mask_of(ranges, 40)[0], torch.ones(40, 40).tril().bool()[:, None]
     count, reach = mask.sum(-1), torch.arange(1, 41).clamp(max=9)
     assert (ranges[..., 0].diff(dim=-1) >= 0).all() and not (mask & ~causal).any()
     assert torch.equal(count, reach[:, None].expand(-1, 2))
@@ -95,59 +90,59 @@ def test_single_keys_ascend_and_are_all_keys_where_there_are_fewer() -> None:
 def test_the_mask_is_the_union() -> None:
     ranges = torch.tensor([[[0, 2], [1, 3], [5, 4]], [[-3, 1], [6, 99], [9, 9]]])
     want = [[1, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 1]]
-    assert selection_cases.mask_of(ranges, 8).int().tolist() == want
+    assert cases.mask_of(ranges, 8).int().tolist() == want
 
 
 @pytest.mark.parametrize("shape", [TINY, LATE, SINGLE], ids=lambda s: s.name)
 def test_the_op_and_dense_attention_are_the_formula(shape: Shape) -> None:
     torch.manual_seed(0)
     for sink in (False, True):
-        case = selection_cases.make_case(shape, "corr", CPU, dtype=torch.float32, sink=sink)
-        at = selection_cases.sample(shape, 7, CPU)
-        want = selection_cases.exact(case, at)
-        got = selection_cases.picked(case, selection_cases.forward(case), at)
+        case = cases.make_case(shape, "corr", CPU, dtype=torch.float32, sink=sink)
+        at = cases.sample(shape, 7, CPU)
+        want = cases.exact(case, at)
+        got = cases.picked(case, cases.forward(case), at)
         assert got["o"].shape == want["o"].shape == (shape.batch * len(at), shape.groups, shape.heads, shape.dim)
-        assert all(selection_cases.relative(got[k], want[k]) < 1e-6 for k in want)
+        assert all(cases.relative(got[k], want[k]) < 1e-6 for k in want)
         if not sink:
-            dense = selection_cases.dense_masked(case, at)["o"]
-            assert selection_cases.relative(dense, want["o"]) < 1e-6
+            dense = cases.dense_masked(case, at)["o"]
+            assert cases.relative(dense, want["o"]) < 1e-6
 
 
 @pytest.mark.parametrize("sink", [False, True])
 def test_gradients_are_the_formulas(sink: bool) -> None:
     torch.manual_seed(0)
-    case = selection_cases.make_case(TINY, "corr", CPU, dtype=torch.float32, sink=sink)
-    got = selection_cases.both(case, case.leaves())
-    want = selection_cases.masked_gradients(case, torch.float64)
+    case = cases.make_case(TINY, "corr", CPU, dtype=torch.float32, sink=sink)
+    got = cases.both(case, case.leaves())
+    want = cases.masked_gradients(case, torch.float64)
     assert got.keys() == want.keys() == {"o", "dq", "dk", "dv"}
-    assert all(selection_cases.relative(got[k], want[k]) < 1e-6 for k in want)
+    assert all(cases.relative(got[k], want[k]) < 1e-6 for k in want)
     if not sink:
-        dense = selection_cases.masked_gradients(case, torch.float32)
-        assert all(selection_cases.relative(dense[k], want[k]) < 1e-6 for k in want)
+        dense = cases.masked_gradients(case, torch.float32)
+        assert all(cases.relative(dense[k], want[k]) < 1e-6 for k in want)
 
 
 @pytest.mark.parametrize("peer", [selection_peers.masked, selection_peers.gather])
 def test_peers_compute_the_same(peer: Any) -> None:
     torch.manual_seed(0)
     shape = TINY if peer is selection_peers.masked else SINGLE
-    case = selection_cases.make_case(shape, "rand", CPU, dtype=torch.float32)
-    want = selection_cases.both(case, case.leaves())
+    case = cases.make_case(shape, "rand", CPU, dtype=torch.float32)
+    want = cases.both(case, case.leaves())
     assert peer(case, "fwd")[0]().keys() == {"o"}
     for name, t in peer(case, "fb")[0]().items():
         t = t if t.shape == want[name].shape else t.transpose(1, 2).reshape(want[name].shape)
-        assert selection_cases.relative(t, want[name]) < 1e-5, name
+        assert cases.relative(t, want[name]) < 1e-5, name
 
 
 def test_dense_attention_is_causal_over_all_keys() -> None:
     torch.manual_seed(0)
-    case = selection_cases.make_case(TINY, "corr", CPU, dtype=torch.float32)
-    whole = selection_cases.positions(TINY, CPU)[:, None] + torch.tensor([-(2**20), 1])
+    case = cases.make_case(TINY, "corr", CPU, dtype=torch.float32)
+    whole = cases.positions(TINY, CPU)[:, None] + torch.tensor([-(2**20), 1])
     case.ranges = whole[None, :, None, None].expand(1, -1, TINY.groups, 1, 2)
     call, how = selection_peers.dense(case, "fb")
-    want = selection_cases.both(case, case.leaves())
+    want = cases.both(case, case.leaves())
     for name, t in call().items():
         t = t if t.shape == want[name].shape else t.transpose(1, 2).reshape(want[name].shape)
-        assert selection_cases.relative(t, want[name]) < 1e-5, name
+        assert cases.relative(t, want[name]) < 1e-5, name
     assert how == "grouped"
 
 
@@ -162,7 +157,7 @@ def test_fla_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
             return q * 2
 
     monkeypatch.setitem(sys.modules, "fla.ops.nsa.parallel", types.SimpleNamespace(ParallelNSAFunction=Stand))
-    case = selection_cases.make_case(TINY, "corr", CPU, dtype=torch.float32)
+    case = cases.make_case(TINY, "corr", CPU, dtype=torch.float32)
     out = selection_peers.fla_selected(case, "fwd")()
     assert torch.equal(out["o"], 2 * case.q.flatten(2, 3))
     assert seen["q"] == (1, 48, 6, 8) and seen["k"] == seen["v"] == (1, 48, 2, 8) and seen["blocks"] == (1, 48, 2, 5)
@@ -174,7 +169,7 @@ def test_fla_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_run_holds(result: dict[str, Any]) -> None:
-    assert {r["variant"] for r in result["crossing"]} == {"ops", targets.DENSE} and len(result["crossing"]) == 16
+    assert {r["variant"] for r in result["crossing"]} == {"ops", cases.DENSE} and len(result["crossing"]) == 16
     dense = result["cpu_dense"]
     assert {(r["what"], r["dtype"]) for r in dense} == {(w, d) for w in ("fwd", "fb") for d in ("float32", "bfloat16")}
     assert all(("times_dense" in r) is (r["variant"] == "ops") for r in dense)
@@ -187,8 +182,8 @@ def test_what_a_run_holds(result: dict[str, Any]) -> None:
 
 
 def test_a_wrong_result_misses_its_bar(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = selection_cases.both
-    monkeypatch.setattr(selection_cases, "both", lambda *a: {k: t * 1.02 for k, t in right(*a).items()})
+    right = cases.both
+    monkeypatch.setattr(cases, "both", lambda *a: {k: t * 1.02 for k, t in right(*a).items()})
     wrong = run(tmp_path / "x.json", parts=("errors",))
     assert not any(r["errors"]["dk"]["met"] for r in wrong["errors"] if "dk" in r["errors"])
 
@@ -207,7 +202,7 @@ def test_what_is_compiled_side_by_side() -> None:
 def test_where_sparse_passes_dense() -> None:
     ours = [(n, float(n)) for n in (2048, 4096, 8192)]
     for scale, want in ((5000, 5000), (1000, 2048), (10**6, None)):
-        points = {"ops": ours, targets.DENSE: [(n, n * n / scale) for n, _ in ours]}
+        points = {"ops": ours, cases.DENSE: [(n, n * n / scale) for n, _ in ours]}
         at = selection.crossings(points)
         assert at is None if want is None else at == pytest.approx(want)
 

@@ -24,18 +24,7 @@ from benchmarks import (
     worker,
 )
 from benchmarks import sparse_cases as targets
-from benchmarks.sparse_cases import (
-    COMPILE,
-    COMPILE_GRAPHS,
-    EAGER,
-    FORWARD,
-    OURS,
-    OURS_GRAPHS,
-    TRAINING,
-    V4,
-    V32,
-    Case,
-)
+from benchmarks.sparse_cases import COMPILE, COMPILE_GRAPHS, EAGER, FORWARD, OURS, OURS_GRAPHS, TRAINING, V4, V32, Case
 from benchmarks.sparse_models import fill
 
 CPU = torch.device("cpu")

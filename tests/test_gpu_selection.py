@@ -14,7 +14,7 @@ from test_gpu_lists import no_synchronisation
 
 import mhc_inductor
 from benchmarks import selection_cases as cases
-from benchmarks.selection_targets import C1, Shape
+from benchmarks.selection_cases import C1, Shape
 from mhc_inductor import log, selection_attention
 from tests.oracles import selection as h
 

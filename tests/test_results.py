@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import index_targets, lists_targets, running
+from benchmarks import index_cases, lists_cases, running
 from benchmarks.source_hash import FOLDERS, ROOT, ROUTING, TESTED, source_hash
 from mhc_inductor import versions
 from tests import all_offline, matrix
@@ -27,8 +27,8 @@ NOT_COUNTED = RESULTS / "NOT_YET_COUNTED.md"
 NOT_TESTED = RESULTS / "NOT_YET_TESTED.md"
 NOT_MET = RESULTS / "NOT_YET_MET.md"
 BARS = {
-    "lists": {f"{name}, {what}": t for (name, what), t in lists_targets.TARGETS.items()},
-    "index": {f"{name}, {what}": t for (name, what), t in index_targets.TARGETS.items()},
+    "lists": {f"{name}, {what}": t for (name, what), t in lists_cases.TARGETS.items()},
+    "index": {f"{name}, {what}": t for (name, what), t in index_cases.TARGETS.items()},
 }
 """Bars and goals of this tree, by results file and row."""
 COUNTS = ("routing_fuzz.json", "routing_spellings.json")
@@ -283,7 +283,7 @@ def test_what_counts_as_measured(tmp_path, files, note, expected):
 def _index_result() -> dict[str, Any]:
     """Returns a run of the index in which every bar is met."""
     rows = []
-    for (name, what), t in index_targets.TARGETS.items():
+    for (name, what), t in index_cases.TARGETS.items():
         row = {"name": name, "what": what, "variant": "ops", "median_us": t.goal + 1, "bar_us": t.bar}
         rows.append({**row, "goal_us": t.goal, "met_bar": True, "met_goal": False})
     error = {"name": "64 heads", "errors": {"scores": {"relative": 1e-7, "bar": 2e-5, "met": True}}}

@@ -57,8 +57,7 @@ def _normal(ranks: Ranks, *shape: int, scale: float = 1.0) -> Tensor:
 
 def selection(ranks: Ranks, tokens: int) -> Operator:
     """Causal selection of blocks, as native sparse attention's: 16 blocks of 64 keys for each of 64 heads' queries."""
-    from ..selection_cases import blocks
-    from ..selection_targets import Shape
+    from ..selection_cases import Shape, blocks
 
     shape = Shape("context", tokens, *((2, 2) if ranks.toy else (4, 16)))
     shape = dataclasses.replace(shape, dim=16, block=8, picks=5) if ranks.toy else shape

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import lists_peers, running, selection_targets
+from benchmarks import lists_peers, running, selection_cases
 from benchmarks.pages import RESULTS, read
 
 ONLY_GPU = {
@@ -77,7 +77,7 @@ def uncompiled(fn: Any, dynamic: bool) -> Any:
 def _whole(name: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lists_peers, "compiled", uncompiled)
-        patch.setattr(selection_targets, "CROSSING_LENGTHS", (2048, 32768))
+        patch.setattr(selection_cases, "CROSSING_LENGTHS", (2048, 32768))
         lists_peers._causal.cache_clear()
         found = run(name, **PARTS.get(name, {}))
     lists_peers._causal.cache_clear()
