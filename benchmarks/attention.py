@@ -2,17 +2,18 @@
 """What the benchmarks of selection (blocks, ranges) and of lists of keys share: the formula in fp64, calls, and rows.
 
 The formula is written independently of the package's reference. It gives the values that outputs are checked against.
-A case has q ``[B, S, G, h, Dk]``, k ``[B, G, T, Dk]``, values ``[B, G, T, Dv]``, dout as o, and sink ``[G, h]`` or None.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
+
+import mhc_inductor
 
 from . import accuracy, running
 from .report import Row
@@ -23,6 +24,72 @@ ERROR_FACTOR = 2.0
 """Bar of the error, as a multiple of dense SDPA's in the same dtype on the same selection, both against fp64."""
 Named = dict[str, Tensor]
 Call = Callable[[], Named]
+
+
+@dataclasses.dataclass
+class Case:
+    """The tensors of one case; a family adds what its queries select.
+
+    q ``[B, S, G, h, Dk]``, k ``[B, G, T, Dk]``, v ``[B, G, T, Dv]`` or None where the values are the first Dv columns of
+    k, dout as o, and sink ``[G, h]`` or None.
+    """
+
+    shape: Any
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    dout: Tensor
+    sink: Tensor | None
+
+    @property
+    def selected(self) -> dict[str, Any]:
+        """Returns the op's arguments that say what is selected."""
+        raise NotImplementedError
+
+    def mask(self, *at: Any) -> Tensor:
+        """Returns the keys that all queries see, bool ``[B, S, G, T]``, or some of one sequence, ``[n, G, T]``."""
+        raise NotImplementedError
+
+    @property
+    def values(self) -> Tensor:
+        return self.k[..., : self.shape.v_dim] if self.v is None else self.v
+
+    @property
+    def inputs(self) -> Named:
+        """Returns the inputs that have gradients, by name."""
+        found = {"q": self.q, "k": self.k, "v": self.v, "sink": self.sink}
+        return {n: t for n, t in found.items() if t is not None}
+
+    def leaves(self, dtype: torch.dtype | None = None) -> Named:
+        return {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in self.inputs.items()}
+
+    def op(self, leaves: Named) -> tuple[Tensor, Tensor]:
+        """Returns o and lse of the op."""
+        q, k, sink = leaves["q"], leaves["k"], leaves.get("sink")
+        found = mhc_inductor.selection_attention(q, k, leaves.get("v", k), **self.selected, sink=sink, return_lse=True)
+        assert isinstance(found, tuple)
+        return found
+
+    def forward(self) -> Named:
+        """Returns o and lse, computed without gradients."""
+        with torch.no_grad():
+            return dict(zip(("o", "lse"), self.op(self.inputs), strict=True))
+
+    def both(self, leaves: Named) -> Named:
+        """Returns o and the gradients of all inputs that have one."""
+        return gradients(self.op(leaves)[0], leaves, self.dout)
+
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None) -> Tensor:
+        """Returns o by ``scaled_dot_product_attention`` under the mask."""
+        raise NotImplementedError
+
+    def dense(self, dtype: torch.dtype) -> Named:
+        """Returns o and all gradients under the mask: by the formula in fp64, or by SDPA in a narrower ``dtype``."""
+        leaves = self.leaves(dtype)
+        v = leaves.get("v", leaves["k"][..., : self.values.shape[-1]])
+        attend = plain if dtype is torch.float64 else self.sdpa
+        o = attend(leaves["q"], leaves["k"], v, self.mask(), leaves.get("sink"))
+        return gradients(o, leaves, self.dout.to(dtype))
 
 
 def sample_of(queries: int, count: int, device: torch.device) -> Tensor:
@@ -54,11 +121,8 @@ def call(attend: Callable[[Named], Tensor], what: str, inputs: Named, dout: Tens
     return forward
 
 
-def exact(case: Any, at: Tensor, mask: Callable[[int, Tensor], Tensor], dq: bool = False) -> Named:
-    """Returns o ``[B * n, G, h, Dv]``, lse and, if asked for, dq in fp64 for the queries ``at``.
-
-    ``mask`` returns the keys that some queries of a sequence see, bool ``[n, G, T]``.
-    """
+def exact(case: Case, at: Tensor) -> Named:
+    """Returns o ``[B * n, G, h, Dv]``, lse and dq in fp64 for the queries ``at``."""
     found: dict[str, list[Tensor]] = {}
     few = max(1, CHUNK // (case.shape.length * case.q.shape[2] * case.shape.heads))
     scale = case.shape.dim**-0.5
@@ -66,17 +130,13 @@ def exact(case: Any, at: Tensor, mask: Callable[[int, Tensor], Tensor], dq: bool
         k, v = case.k[b].double(), case.values[b].double()
         for some in at.split(few):
             s = torch.einsum("nghd,gkd->nghk", case.q[b, some].double(), k) * scale
-            s = s.masked_fill(~mask(b, some)[:, :, None], float("-inf"))
+            s = s.masked_fill(~case.mask(b, some)[:, :, None], float("-inf"))
             lse = s.logsumexp(-1)
             total = lse if case.sink is None else torch.logaddexp(lse, case.sink.double())
             p = (s - total.nan_to_num(neginf=0.0)[..., None]).exp()
-            made = {"o": torch.einsum("nghk,gkd->nghd", p, v), "lse": lse}
-            if dq:
-                dout = case.dout[b, some].double()
-                dp = torch.einsum("nghd,gkd->nghk", dout, v)
-                ds = p * (dp - (dout * made["o"]).sum(-1, keepdim=True))
-                made["dq"] = torch.einsum("nghk,gkd->nghd", ds, k) * scale
-            for name, t in made.items():
+            o, dout = torch.einsum("nghk,gkd->nghd", p, v), case.dout[b, some].double()
+            ds = p * (torch.einsum("nghd,gkd->nghk", dout, v) - (dout * o).sum(-1, keepdim=True))
+            for name, t in (("o", o), ("lse", lse), ("dq", torch.einsum("nghk,gkd->nghd", ds, k) * scale)):
                 found.setdefault(name, []).append(t)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
@@ -101,21 +161,20 @@ def finite(got: Named) -> bool:
 
 
 class Run(running.PartRun[running.S]):
-    """A run of attention; ``cases`` is the module of its family that has ``forward`` and ``both``."""
+    """A run of attention."""
 
     timed_parts = True
-    cases: ClassVar[ModuleType]
 
-    def ours(self, case: Any, what: str) -> Variant:
+    def ours(self, case: Case, what: str) -> Variant:
         def build() -> Callable[[], Any]:
             if what == "fwd":
-                return lambda: self.cases.forward(case)
+                return case.forward
             leaves = case.leaves()
-            return lambda: self.cases.both(case, leaves)
+            return lambda: case.both(leaves)
 
         return Variant(what, "ops", build, case=case)
 
-    def peer(self, case: Any, what: str, name: str, make: Callable[[Any, str], tuple[Call, str]]) -> Variant:
+    def peer(self, case: Case, what: str, name: str, make: Callable[[Any, str], tuple[Call, str]]) -> Variant:
         """Returns another implementation, whose ``make`` returns its call and a note."""
 
         def build() -> Callable[[], Any]:
@@ -129,8 +188,13 @@ class Run(running.PartRun[running.S]):
         """Adds a row of errors next to those of dense attention."""
         self.result[to].append(row | {"errors": accuracy.against_dense(got, want, dense, ERROR_FACTOR)})
 
-    def twice(self, case: Any) -> Named:
+    def record_gradients(self, to: str, row: Row, case: Case) -> None:
+        """Adds a row of errors of o and of all gradients."""
+        got, want = case.both(case.leaves()), case.dense(torch.float64)
+        self.record(to, row, got, want, case.dense(case.q.dtype))
+
+    def twice(self, case: Case) -> Named:
         """Checks o, lse and gradients for equal bits in two runs; returns those of the first."""
-        first, second = (self.cases.forward(case) | self.cases.both(case, case.leaves()) for _ in range(2))
+        first, second = (case.forward() | case.both(case.leaves()) for _ in range(2))
         self.result["determinism"].append({"case": case.shape.name, **accuracy.equal_bits(first, second)})
         return first

@@ -20,6 +20,7 @@ import torch
 from . import attention, lists_fill, report, running, timing
 from . import lists_cases as cases
 from . import lists_peers as peers
+from .accuracy import relative
 from .attention import Named
 from .lists_cases import Case, Shape, make_case
 from .report import Result, Row, Section, Table
@@ -66,7 +67,7 @@ class Settings(running.Settings):
 
 
 class Run(attention.Run[Settings]):
-    operator, cases = "lists", cases
+    operator = "lists"
     lists = tuple(name for names in LISTS_OF.values() for name in names)
     kept = ("parts", "shapes", "seed", "budget_s", "small", "threads")
     small_on_cpu = True
@@ -121,14 +122,14 @@ class Run(attention.Run[Settings]):
     def time(self, case: Case, found: list[Variant], rows: list[Row], pairs: int) -> None:
         """Builds, times and checks variants of one case; appends their rows and writes the result."""
         made = [_header(case.shape, v.what, v.variant) for v in found]
-        at = cases.sample_of(case.shape.queries, CHECKED, self.device)
-        want = cases.exact(case, at)
+        at = attention.sample_of(case.shape.queries, CHECKED, self.device)
+        want = attention.exact(case, at)
 
         def check(row: Row, got: Named) -> Row:
             added: Row = {"finite": attention.finite(got)}
             if row["variant"] in cases.OTHER_KEYS:
                 return added
-            errors = {n: cases.relative(t, want[n]) for n, t in cases.picked(got, at).items() if n != "lse"}
+            errors = {n: relative(t, want[n]) for n, t in attention.picked(got, at).items() if n != "lse"}
             return added | {f"{n}_error": e for n, e in errors.items()}
 
         clock = Clock(self.device, self.flush, self.s.rounds, LONG_US)
@@ -228,19 +229,18 @@ class Run(attention.Run[Settings]):
         for shape in self.shapes:
             self.report(f"errors: {shape.name}")
             case = make_case(shape, self.device)
-            at = cases.sample_of(shape.queries, SAMPLED, self.device)
-            got = cases.picked(self.twice(case), at)
+            at = attention.sample_of(shape.queries, SAMPLED, self.device)
+            got = attention.picked(self.twice(case), at)
             row = {**cases.case_values(shape), "of": "sampled queries"}
-            self.record("errors", row, got, cases.exact(case, at), cases.dense_sampled(case, at))
+            self.record("errors", row, got, attention.exact(case, at), cases.dense_sampled(case, at))
             self.tidy()
             if shape.decodes:
                 continue
             for dtype in NARROW_AND_FULL.get(shape.name, (BF16,)):
                 self.report(f"errors: {shape.name}, gradients, {dtype}")
                 less = make_case(shape if self.s.small else shape.for_gradients(), self.device, dtype=dtype)
-                got, want = cases.both(less, less.leaves()), cases.dense_gradients(less, torch.float64)
                 row = {**cases.case_values(less.shape, dtype), "of": "all gradients"}
-                self.record("errors", row, got, want, cases.dense_gradients(less, dtype))
+                self.record_gradients("errors", row, less)
                 self.tidy()
             self.save(self.result)
 
@@ -279,8 +279,8 @@ def compile_ours(shape: Shape, dtype: torch.dtype = BF16, forward: bool = True) 
     """Runs the op at the real shape, because launch plans depend on sizes."""
     case = make_case(shape, torch.device("cuda"), dtype=dtype)
     if forward:
-        cases.forward(case)
-    cases.both(case, case.leaves())
+        case.forward()
+    case.both(case.leaves())
     torch.cuda.synchronize()
 
 

@@ -16,11 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import mhc_inductor
-
 from . import attention
-from .accuracy import relative
-from .attention import CHUNK, Call, Named, gradients, picked, sample_of
+from .attention import CHUNK, Call, Named
 from .running import Target
 
 DENSE_MASKED, DENSE_ALL = "dense SDPA with a mask", "dense SDPA, all keys"
@@ -156,38 +153,25 @@ def operations(shape: Shape, pairs: int, what: str) -> int:
 
 # ---- cases
 
-__all__ = ["Case", "Named", "make_case", "picked", "relative", "sample_of"]
 Attend = Callable[..., Tensor]
 
 
 @dataclasses.dataclass
-class Case:
-    """The tensors of one case: q ``[B, S, 1, h, Dk]``, k and v ``[B, 1, S_kv, D]``, indices ``[B, S, 1, n]``.
+class Case(attention.Case):
+    """A case of one group, and the indices ``[B, S, 1, n]`` of its lists."""
 
-    ``v`` is None where the values are the first Dv columns of k. ``sink`` is ``[1, h]`` or None; ``dout`` is o's
-    gradient.
-    """
-
-    shape: Shape
-    q: Tensor
-    k: Tensor
-    v: Tensor | None
     indices: Tensor
-    dout: Tensor
-    sink: Tensor | None = None
-
-    def leaves(self, dtype: torch.dtype | None = None) -> Named:
-        """Returns the inputs that have gradients, by name, as leaves; in ``dtype`` if it is given."""
-        found = {"q": self.q, "k": self.k, "v": self.v, "sink": self.sink}
-        return {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in found.items() if t is not None}
 
     @property
-    def values(self) -> Tensor:
-        return self.k[..., : self.shape.v_dim] if self.v is None else self.v
+    def selected(self) -> dict[str, Any]:
+        return {"indices": self.indices, "v_width": self.shape.v_dim}
 
-    def mask(self, b: int, at: Tensor) -> Tensor:
-        """Returns the keys that queries of a sequence see, bool ``[n, 1, S_kv]``."""
-        return mask_of(self.indices[b, at], self.shape.length)
+    def mask(self, *at: Any) -> Tensor:
+        return mask_of(self.indices[at], self.shape.length)
+
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None) -> Tensor:
+        sinks = None if sink is None else sink[0]
+        return dense(q[:, :, 0], k[:, 0], v[:, 0], mask[:, :, 0], sinks, fold=False)[:, :, None]
 
     @property
     def pairs(self) -> int:
@@ -239,45 +223,12 @@ def make_case(
     v = None if shape.shared else normal(shape.batch, 1, shape.length, shape.v_dim)
     # Sinks that every dtype holds exactly, since SDPA takes them in its own.
     sink = torch.randn(1, shape.heads, device=device).to(torch.float16).to(torch.bfloat16).float()
-    return Case(
-        shape,
-        normal(*row, shape.dim),
-        normal(shape.batch, 1, shape.length, shape.dim),
-        v,
-        lists(shape, device) if selected is None else selected,
-        normal(*row, shape.v_dim),
-        sink if shape.sink else None,
-    )
+    q, k = normal(*row, shape.dim), normal(shape.batch, 1, shape.length, shape.dim)
+    chosen = lists(shape, device) if selected is None else selected
+    return Case(shape, q, k, v, normal(*row, shape.v_dim), sink if shape.sink else None, chosen)
 
 
 # ---- calls
-
-
-def op(case: Case, leaves: Named) -> tuple[Tensor, Tensor]:
-    k, v = leaves["k"], leaves.get("v")
-    found = mhc_inductor.selection_attention(
-        leaves["q"],
-        k,
-        k if v is None else v,
-        indices=case.indices,
-        sink=leaves.get("sink"),
-        v_width=case.shape.v_dim,
-        return_lse=True,
-    )
-    assert isinstance(found, tuple)
-    return found
-
-
-def forward(case: Case) -> Named:
-    """Returns o and lse, computed without gradients."""
-    with torch.no_grad():
-        o, lse = op(case, {n: t.detach() for n, t in case.leaves().items()})
-    return {"o": o, "lse": lse}
-
-
-def both(case: Case, leaves: Named) -> Named:
-    """Returns o and the gradients of the op for all inputs that have one."""
-    return gradients(op(case, leaves)[0], leaves, case.dout)
 
 
 def call(case: Case, what: str, attend: Attend) -> Call:
@@ -302,11 +253,6 @@ def mask_of(indices: Tensor, length: int) -> Tensor:
     seen = (indices >= 0) & (indices < length)
     mask = torch.zeros((*indices.shape[:-1], length + 1), dtype=torch.bool, device=indices.device)
     return mask.scatter_(-1, torch.where(seen, indices, length).long(), True)[..., :length]
-
-
-def exact(case: Case, at: Tensor) -> Named:
-    """Returns o ``[B * n, 1, h, Dv]``, lse and dq in fp64 for the queries ``at``."""
-    return attention.exact(case, at, case.mask, dq=True)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None, fold: bool) -> Tensor:
@@ -353,20 +299,6 @@ def dense_sampled(case: Case, at: Tensor) -> Named:
             found["o"].append(o[0].detach())
             found["dq"].append(dq[0])
     return {name: torch.cat(parts)[:, None] for name, parts in found.items()}
-
-
-def dense_gradients(case: Case, dtype: torch.dtype) -> Named:
-    """Returns o and all gradients under the dense mask: the formula in fp64, or SDPA in a narrower ``dtype``."""
-    leaves = case.leaves(dtype)
-    q, k, sink = leaves["q"], leaves["k"], leaves.get("sink")
-    v = leaves.get("v", k[..., : case.shape.v_dim])
-    mask = mask_of(case.indices, case.shape.length)
-    if dtype is torch.float64:
-        o = attention.plain(q, k, v, mask, sink)
-    else:
-        sinks = None if sink is None else sink[0]
-        o = dense(q[:, :, 0], k[:, 0], v[:, 0], mask[:, :, 0], sinks, fold=False)[:, :, None]
-    return gradients(o, leaves, case.dout.to(dtype))
 
 
 def case_values(s: Shape, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

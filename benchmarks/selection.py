@@ -21,6 +21,7 @@ import mhc_inductor
 from . import attention, report, running, selection_layer, timing
 from . import selection_cases as cases
 from . import selection_peers as peers
+from .accuracy import relative
 from .attention import Named
 from .report import Result, Row, Section, Table
 from .selection_cases import Case, Shape, make_case
@@ -62,7 +63,7 @@ class Settings(running.Settings):
 
 
 class Run(attention.Run[Settings]):
-    operator, cases = "selection", cases
+    operator = "selection"
     lists = ("rows", "crossing", "errors", "determinism", "memory", "layers", "cpu", "cpu_dense", "cpu_errors")
     kept = ("parts", "seed", "budget_s", "small", "threads")
 
@@ -101,7 +102,7 @@ class Run(attention.Run[Settings]):
 
         def call() -> Any:
             ranges = mhc_inductor.blocks_to_ranges(chosen, shape.block, shape.length)
-            return cases.forward(dataclasses.replace(case, ranges=ranges))
+            return dataclasses.replace(case, ranges=ranges).forward()
 
         return Variant("fwd", cases.BLOCKS, lambda: call)
 
@@ -135,9 +136,9 @@ class Run(attention.Run[Settings]):
         """Checks that outputs are finite; for our op and flash-linear-attention compares sampled queries with fp64."""
         found: Row = {"finite": attention.finite(got)}
         if row["variant"].startswith(("ops", cases.FLA)):
-            at = cases.sample(case.shape, CHECKED, self.device)
-            want = cases.exact(case, at)["o"]
-            found["o_error"] = cases.relative(got["o"][:, at].reshape(want.shape), want)
+            at = attention.sample_of(case.shape.queries, CHECKED, self.device)
+            want = attention.exact(case, at)["o"]
+            found["o_error"] = relative(got["o"][:, at].reshape(want.shape), want)
         return found
 
     def compare(self, case: Case, made: list[Row]) -> None:
@@ -191,35 +192,31 @@ class Run(attention.Run[Settings]):
         for shape, select, dtype, std in ((self.sized(s), *more) for s, *more in ERRORS):
             self.report(f"errors: {shape.name} {select} {dtype} {std:g}")
             case = make_case(shape, select, self.device, dtype=dtype, std=std)
-            at = cases.sample(shape, SAMPLED, self.device)
-            got, want = cases.picked(case, cases.forward(case), at), cases.exact(case, at)
+            at = attention.sample_of(shape.queries, SAMPLED, self.device)
+            got, want = attention.picked(case.forward(), at), attention.exact(case, at)
             self.record("errors", _of(case, std, len(at) * shape.batch), got, want, cases.dense_masked(case, at))
             running.free(self.device)
         for shape in map(self.sized, cases.GRADIENTS):
             for dtype, std in GRADIENT_ERRORS:
                 self.report(f"errors: {shape.name} {dtype} {std:g}")
                 case = make_case(shape, "corr", self.device, dtype=dtype, std=std)
-                self.record_gradients("errors", case, std)
+                self.record_gradients("errors", _of(case, std, shape.queries), case)
                 running.free(self.device)
         self.twice(make_case(self.sized(cases.C1), "corr", self.device))
-
-    def record_gradients(self, to: str, case: Case, std: float = 1.0) -> None:
-        got, want = cases.both(case, case.leaves()), cases.masked_gradients(case, torch.float64)
-        self.record(to, _of(case, std, case.shape.queries), got, want, cases.masked_gradients(case, case.q.dtype))
 
     def memory(self) -> None:
         """Measures a training step's peak at c1, inputs included, relative to Q, K, V, O and their gradients."""
         case = make_case(self.sized(cases.C1), "corr", self.device)
         leaves = case.leaves()
-        cases.both(case, leaves)
+        case.both(leaves)
         running.free(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        out = cases.both(case, leaves)
+        out = case.both(leaves)
         torch.cuda.synchronize(self.device)
-        given = sum(t.nbytes for t in (*leaves, case.dout, case.ranges))
+        given = sum(t.nbytes for t in (*leaves.values(), case.dout, case.ranges))
         peak = torch.cuda.max_memory_allocated(self.device) - before + given
-        least = sum(t.nbytes for t in (*leaves, case.dout, *out.values()))
+        least = sum(t.nbytes for t in (*leaves.values(), case.dout, *out.values()))
         row = {"case": case.shape.name, "peak_mb": round(peak / 1e6, 1), "tensors_mb": round(least / 1e6, 1)}
         row |= {"ratio": round(peak / least, 4), "bar": cases.MEMORY_FACTOR}
         self.result["memory"].append(row | {"met": peak / least <= cases.MEMORY_FACTOR})
@@ -263,7 +260,7 @@ class Run(attention.Run[Settings]):
                 self.save(self.result)
             for dtype in (F32, BF16):
                 for case in cases.cpu_cases(self.sized(cases.CPU_GRADIENTS), dtype):
-                    self.record_gradients("cpu_errors", case)
+                    self.record_gradients("cpu_errors", _of(case, 1.0, case.shape.queries), case)
 
     def next_to_dense(self, found: list[Case]) -> list[Row]:
         """Times blocks, single keys and dense attention of one shape; returns their rows.
@@ -290,9 +287,9 @@ class Run(attention.Run[Settings]):
             rows.append(row)
         for row, v in zip(rows, variants, strict=True):
             if v.variant == "ops" and v.what == "fwd":
-                at = cases.sample(v.case.shape, CPU_CHECKED, cpu)
-                got, want = cases.picked(v.case, cases.forward(v.case), at), cases.exact(v.case, at)
-                row["o_error"] = cases.relative(got["o"], want["o"])
+                at = attention.sample_of(v.case.shape.queries, CPU_CHECKED, cpu)
+                got, want = attention.picked(v.case.forward(), at), attention.exact(v.case, at)
+                row["o_error"] = relative(got["o"], want["o"])
         return rows
 
 
@@ -336,9 +333,9 @@ class _Nothing:
 def compile_ours(shape: Shape, dtype: torch.dtype = BF16, gradients: bool = True, sink: bool = False) -> None:
     """Runs the op at the real shape, because launch plans depend on sizes."""
     case = make_case(shape, "corr", torch.device("cuda"), dtype=dtype, sink=sink)
-    cases.forward(case)
+    case.forward()
     if gradients:
-        cases.both(case, case.leaves())
+        case.both(case.leaves())
     torch.cuda.synchronize()
 
 

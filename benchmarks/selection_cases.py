@@ -18,8 +18,7 @@ from torch import Tensor
 import mhc_inductor
 
 from . import attention
-from .accuracy import relative
-from .attention import CHUNK, Named, gradients, sample_of
+from .attention import CHUNK, Named
 from .running import Target
 
 DENSE, FLA, GATHER = "dense causal SDPA (cuDNN)", "flash-linear-attention", "gather + SDPA"
@@ -154,36 +153,28 @@ def target(name: str, what: str, select: str) -> Target | None:
 
 # ---- cases
 
-__all__ = ["Case", "Named", "make_case", "relative", "sample_of"]
 RUN, REDRAWN, FIXED = 64, 0.25, 3
 NAMES = ("q", "k", "v")
 SELECTS = ("corr", "rand")
 
 
 @dataclasses.dataclass
-class Case:
-    """The tensors of one case: the op's inputs, its output's gradient, and the blocks that the ranges came from."""
+class Case(attention.Case):
+    """A case of ranges ``[B, S, G, r, 2]``, and the blocks that they came from."""
 
-    shape: Shape
     select: str
-    q: Tensor
-    k: Tensor
-    v: Tensor
     ranges: Tensor
-    dout: Tensor
     blocks: Tensor | None = None
-    sink: Tensor | None = None
-
-    def leaves(self) -> list[Tensor]:
-        return [t.detach().requires_grad_() for t in (self.q, self.k, self.v)]
 
     @property
-    def values(self) -> Tensor:
-        return self.v
+    def selected(self) -> dict[str, Any]:
+        return {"ranges": self.ranges}
 
-    def mask(self, b: int, at: Tensor) -> Tensor:
-        """Returns the keys that queries of a sequence see, bool ``[n, G, S_kv]``."""
-        return mask_of(self.ranges[b, at], self.shape.length)
+    def mask(self, *at: Any) -> Tensor:
+        return mask_of(self.ranges[at], self.shape.length)
+
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None) -> Tensor:
+        return _masked(q[0], k[0], v[0], mask[0])[None]  # of one sequence, without sinks
 
 
 def positions(shape: Shape, device: torch.device) -> Tensor:
@@ -288,7 +279,7 @@ def make_case(
         q *= std
     k, v = normal(B, G, shape.length, D), normal(B, G, shape.length, D)
     logits = torch.randn(G, h, device=device) if sink else None
-    return Case(shape, select, q, k, v, ranges, normal(B, S, G, h, D), chosen, logits)
+    return Case(shape, q, k, v, normal(B, S, G, h, D), logits, select, ranges, chosen)
 
 
 def single_keys(shape: Shape) -> Tensor:
@@ -305,25 +296,6 @@ def cpu_cases(shape: Shape, dtype: torch.dtype) -> list[Case]:
     return [of_blocks, dataclasses.replace(of_blocks, shape=shape, select=select, ranges=ranges, blocks=None)]
 
 
-# ---- calls
-
-
-def op(case: Case, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
-    return mhc_inductor.selection_attention(q, k, v, case.ranges, sink=case.sink, **kwargs)
-
-
-def forward(case: Case) -> Named:
-    """Returns o and lse, computed without gradients."""
-    with torch.no_grad():
-        o, lse = op(case, case.q, case.k, case.v, return_lse=True)
-    return {"o": o, "lse": lse}
-
-
-def both(case: Case, leaves: list[Tensor]) -> Named:
-    """Returns o and the gradients of q, k and v."""
-    return gradients(op(case, *leaves), dict(zip(NAMES, leaves, strict=True)), case.dout)
-
-
 # ---- the formula
 
 
@@ -335,21 +307,6 @@ def mask_of(ranges: Tensor, length: int) -> Tensor:
     one = torch.ones_like(start, dtype=torch.int32)
     steps.scatter_add_(-1, start, one).scatter_add_(-1, end, -one)
     return steps.cumsum(-1)[..., :length] > 0
-
-
-def sample(shape: Shape, count: int, device: torch.device) -> Tensor:
-    """Returns query positions ``[n]``: the first, the last and random ones between."""
-    return sample_of(shape.queries, count, device)
-
-
-def exact(case: Case, at: Tensor) -> Named:
-    """Returns o ``[B * n, G, h, D]`` and lse in fp64 for the queries ``at``."""
-    return attention.exact(case, at, case.mask)
-
-
-def picked(case: Case, got: Named, at: Tensor) -> Named:
-    """Returns the rows of o and lse of the queries ``at``, in the layout of :func:`exact`."""
-    return attention.picked({name: t for name, t in got.items() if name != "dq"}, at)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -365,16 +322,3 @@ def dense_masked(case: Case, at: Tensor) -> Named:
     few = max(1, attention.CHUNK // (case.shape.length * case.shape.groups * case.shape.heads))
     parts = [(b, some) for b in range(case.shape.batch) for some in at.split(few)]
     return {"o": torch.cat([_masked(case.q[b, i], case.k[b], case.v[b], case.mask(b, i)) for b, i in parts])}
-
-
-def masked_gradients(case: Case, dtype: torch.dtype) -> Named:
-    """Returns o and all gradients, for B = 1: the formula in fp64, or dense SDPA in a narrower ``dtype``."""
-    mask = mask_of(case.ranges, case.shape.length)
-    leaves = {n: t.to(dtype).detach().requires_grad_() for n, t in zip(NAMES, (case.q, case.k, case.v), strict=True)}
-    q, k, v = leaves.values()
-    o = (
-        attention.plain(q, k, v, mask, case.sink)
-        if dtype is torch.float64
-        else _masked(q[0], k[0], v[0], mask[0])[None]
-    )
-    return gradients(o, leaves, case.dout.to(dtype))

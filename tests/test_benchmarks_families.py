@@ -137,8 +137,8 @@ def test_pictures(name: str, tmp_path: pathlib.Path) -> None:
     [
         of("mhc", "mhc_calls.ops_post", ("4096", "npu", "determinism"), {("post", "ops"), ("fb", "ops")}),
         of("e79", "e79_cases.both", ("speed", "determinism"), {("fb", "ops"), ("fb", e79_cases.EAGER)}),
-        of("selection", "selection_cases.both", ("cpu", "errors"), {("fb", "ops")}),
-        of("lists", "lists_cases.both", ("speed", "errors"), {("fb", "ops")}),
+        of("selection", "attention.Case.both", ("cpu", "errors"), {("fb", "ops")}),
+        of("lists", "attention.Case.both", ("speed", "errors"), {("fb", "ops")}),
         of("lists", "lists_peers.ranges", ("peers",), {(w, lists_cases.RANGES) for w in ("fwd", "fb")}),
     ],
 )

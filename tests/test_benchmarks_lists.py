@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as cli
 from benchmarks import lists, lists_fill, lists_peers, pages, report, running, timing, variants
 from benchmarks import lists_cases as cases
+from benchmarks.accuracy import relative
 from benchmarks.lists_cases import Shape
 from tests import test_results
 from tests.tools import toy_runs
@@ -35,7 +36,6 @@ SHARED = Shape("shared", 12, 20, 3, 12, 8, 5)
 APART = Shape("apart", 20, 20, 2, 8, 8, 7, shared=False, sink=True)
 POOLED = cases.C.small()
 DECODE = cases.DECODE.small()
-EVERY = (SHARED, APART, POOLED, DECODE)
 run = functools.partial(toy_runs.run, "lists")
 
 
@@ -97,45 +97,6 @@ def test_every_causal_key_is_drawn_alike() -> None:
     assert (counts[:10] / 1600.0 - 1).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("shape", EVERY, ids=lambda s: s.name)
-def test_the_op_and_dense_attention_are_the_formula(shape: Shape) -> None:
-    torch.manual_seed(0)
-    case = cases.make_case(shape, CPU, dtype=torch.float32)
-    at = cases.sample_of(shape.queries, 7, CPU)
-    want = cases.exact(case, at)
-    got = cases.picked(cases.forward(case) | cases.both(case, case.leaves()), at)
-    assert got.keys() == want.keys() == {"o", "lse", "dq"}
-    assert all(cases.relative(got[k], want[k]) < 1e-6 for k in want)
-    dense = cases.dense_sampled(case, at)
-    assert dense.keys() == {"o", "dq"}
-    assert all(cases.relative(dense[k], want[k]) < 1e-6 for k in dense)
-
-
-@pytest.mark.parametrize("shape", EVERY, ids=lambda s: s.name)
-def test_gradients_are_the_formulas(shape: Shape) -> None:
-    torch.manual_seed(0)
-    case = cases.make_case(shape, CPU, dtype=torch.float32)
-    want = cases.dense_gradients(case, torch.float64)
-    got, dense = cases.both(case, case.leaves()), cases.dense_gradients(case, torch.float32)
-    names = {"o", "dq", "dk"} | ({"dv"} if not shape.shared else set()) | ({"dsink"} if shape.sink else set())
-    assert got.keys() == want.keys() == dense.keys() == names
-    assert all(cases.relative(got[k], want[k]) < 2e-6 for k in want)
-    assert all(cases.relative(dense[k], want[k]) < 2e-6 for k in want)
-
-
-@pytest.mark.parametrize("peer", [cases.DENSE_MASKED, cases.RANGES, cases.GATHER])
-@pytest.mark.parametrize("shape", EVERY, ids=lambda s: s.name)
-def test_peers_compute_the_same(shape: Shape, peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lists_peers, "compiled", uncompiled)
-    torch.manual_seed(0)
-    case = cases.make_case(shape, CPU, dtype=torch.float32)
-    want = cases.both(case, case.leaves())
-    forward, both = (lists_peers.make(peer, case, what)[0]() for what in ("fwd", "fb"))
-    assert forward.keys() == {"o"} and cases.relative(forward["o"], want["o"]) < 1e-5
-    assert both.keys() == want.keys()
-    assert all(cases.relative(both[k], want[k]) < 1e-5 for k in want)
-
-
 @pytest.mark.parametrize("shape", [SHARED, dataclasses.replace(APART, sink=False)], ids=lambda s: s.name)
 def test_dense_peers_are_causal_attention(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists_peers, "compiled", uncompiled)
@@ -143,20 +104,11 @@ def test_dense_peers_are_causal_attention(shape: Shape, monkeypatch: pytest.Monk
     torch.manual_seed(0)
     n = 20
     case = cases.make_case(shape.of(n, n, n), CPU, dtype=torch.float32)  # lists of all causal keys
-    want = cases.both(case, case.leaves())
+    want = case.both(case.leaves())
     for name in (cases.DENSE_CAUSAL, cases.DENSE_ALL, cases.PLAIN):
         call, _ = lists_peers.make(name, case, "fb")
-        assert all(cases.relative(t, want[k]) < 1e-5 for k, t in call().items())
+        assert all(relative(t, want[k]) < 1e-5 for k, t in call().items())
     lists_peers._causal.cache_clear()
-
-
-def test_attn_gym_computes_the_same() -> None:
-    torch.manual_seed(0)
-    case = cases.make_case(POOLED, CPU, dtype=torch.float32)
-    want = cases.both(case, case.leaves())
-    got = lists_peers.make(cases.ATTN_GYM, case, "fb")[0]()
-    assert got.keys() == want.keys()
-    assert all(cases.relative(got[k], want[k]) < 1e-5 for k in want)
 
 
 EXAMPLE = """
@@ -188,7 +140,7 @@ def test_tilelangs_example_gets_what_it_expects(
     torch.manual_seed(0)
     case = cases.make_case(shape, CPU, dtype=torch.float32)
     got = lists_peers.make(cases.TILELANG, case, "fwd")[0]()
-    assert cases.relative(got["o"], cases.forward(case)["o"]) < 1e-5
+    assert relative(got["o"], case.forward()["o"]) < 1e-5
     lists_peers._example.cache_clear()
 
 
@@ -221,7 +173,7 @@ def test_torch_compile_takes_the_formula() -> None:
     torch.manual_seed(0)
     case = cases.make_case(SHARED, CPU, dtype=torch.float32)
     got = lists_peers.make(cases.GATHER, case, "fwd")[0]()
-    assert cases.relative(got["o"], cases.forward(case)["o"]) < 1e-5
+    assert relative(got["o"], case.forward()["o"]) < 1e-5
 
 
 # ---- a run
@@ -238,13 +190,13 @@ def test_what_a_run_holds(result: dict[str, Any]) -> None:
 
 
 def test_a_wrong_result_misses_its_bar(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = cases.both, []
+    right, calls = cases.Case.both, []
 
     def wrong(*a: Any) -> Any:
         calls.append(a)
         return {k: t * (1.02 + len(calls)) for k, t in right(*a).items()}
 
-    monkeypatch.setattr(cases, "both", wrong)
+    monkeypatch.setattr(cases.Case, "both", wrong)
     found = run(tmp_path / "x.json", parts=("errors",), shapes=("C",))
     assert not any(e["met"] for r in found["errors"] for k, e in r["errors"].items() if k.startswith("d"))
     assert found["determinism"][0]["differ"] == ["o", "dq", "dk", "dsink"] and not found["determinism"][0]["met"]

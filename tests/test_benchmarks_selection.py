@@ -8,6 +8,7 @@ import pathlib
 import pickle
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from benchmarks import selection, selection_layer, selection_peers
+from benchmarks import attention, lists_cases, lists_peers, selection, selection_layer, selection_peers
 from benchmarks import selection_cases as cases
+from benchmarks.accuracy import relative
 from benchmarks.selection_cases import Shape
 from tests.tools import toy_runs
 
@@ -93,44 +95,79 @@ def test_the_mask_is_the_union() -> None:
     assert cases.mask_of(ranges, 8).int().tolist() == want
 
 
-@pytest.mark.parametrize("shape", [TINY, LATE, SINGLE], ids=lambda s: s.name)
-def test_the_op_and_dense_attention_are_the_formula(shape: Shape) -> None:
+Made = Callable[[], attention.Case]
+
+
+def _ranges(shape: Shape, sink: bool = False, select: str = "corr") -> Made:
+    return functools.partial(cases.make_case, shape, select, CPU, dtype=torch.float32, sink=sink)
+
+
+SHARED = lists_cases.Shape("shared", 12, 20, 3, 12, 8, 5)
+APART = lists_cases.Shape("apart", 20, 20, 2, 8, 8, 7, shared=False, sink=True)
+SHAPES_OF_LISTS = (SHARED, APART, lists_cases.C.small(), lists_cases.DECODE.small())
+LISTS: dict[str, Made] = {
+    s.name: functools.partial(lists_cases.make_case, s, CPU, dtype=torch.float32) for s in SHAPES_OF_LISTS
+}
+RANGES = {f"{s.name}{', sinks' * sink}": _ranges(s, sink) for s in (TINY, LATE, SINGLE) for sink in (False, True)}
+EVERY = {**RANGES, **{f"lists, {name}": made for name, made in LISTS.items()}}
+"""Cases of attention over ranges and over lists of keys."""
+
+
+def _close(got: attention.Named, want: attention.Named, bar: float) -> bool:
+    return got.keys() <= want.keys() and all(relative(t, want[k]) < bar for k, t in got.items())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_op_and_dense_attention_are_the_formula(name: str) -> None:
     torch.manual_seed(0)
-    for sink in (False, True):
-        case = cases.make_case(shape, "corr", CPU, dtype=torch.float32, sink=sink)
-        at = cases.sample(shape, 7, CPU)
-        want = cases.exact(case, at)
-        got = cases.picked(case, cases.forward(case), at)
-        assert got["o"].shape == want["o"].shape == (shape.batch * len(at), shape.groups, shape.heads, shape.dim)
-        assert all(cases.relative(got[k], want[k]) < 1e-6 for k in want)
-        if not sink:
-            dense = cases.dense_masked(case, at)["o"]
-            assert cases.relative(dense, want["o"]) < 1e-6
+    case = EVERY[name]()
+    at = attention.sample_of(case.shape.queries, 7, CPU)
+    want = attention.exact(case, at)
+    got = attention.picked(case.forward() | case.both(case.leaves()), at)
+    assert got["o"].shape == want["o"].shape and got.keys() == want.keys() == {"o", "lse", "dq"}
+    assert _close(got, want, 1e-6)
+    if isinstance(case, lists_cases.Case):
+        dense = lists_cases.dense_sampled(case, at)
+        assert dense.keys() == {"o", "dq"} and _close(dense, want, 1e-6)
+    elif case.sink is None:
+        assert _close(cases.dense_masked(case, at), want, 1e-6)
 
 
-@pytest.mark.parametrize("sink", [False, True])
-def test_gradients_are_the_formulas(sink: bool) -> None:
+@pytest.mark.parametrize("name", EVERY)
+def test_gradients_are_the_formulas(name: str) -> None:
     torch.manual_seed(0)
-    case = cases.make_case(TINY, "corr", CPU, dtype=torch.float32, sink=sink)
-    got = cases.both(case, case.leaves())
-    want = cases.masked_gradients(case, torch.float64)
-    assert got.keys() == want.keys() == {"o", "dq", "dk", "dv"}
-    assert all(cases.relative(got[k], want[k]) < 1e-6 for k in want)
-    if not sink:
-        dense = cases.masked_gradients(case, torch.float32)
-        assert all(cases.relative(dense[k], want[k]) < 1e-6 for k in want)
+    case = EVERY[name]()
+    want, got = case.dense(torch.float64), case.both(case.leaves())
+    assert got.keys() == want.keys() == {"o", *(f"d{k}" for k in case.inputs)} and _close(got, want, 2e-6)
+    if name in ("tiny", "single") or name not in RANGES:
+        dense = case.dense(torch.float32)
+        assert dense.keys() == want.keys() and _close(dense, want, 2e-6)
 
 
-@pytest.mark.parametrize("peer", [selection_peers.masked, selection_peers.gather])
-def test_peers_compute_the_same(peer: Any) -> None:
+PEERS: dict[str, tuple[Made, Callable[..., Any]]] = {
+    "masked": (_ranges(TINY, select="rand"), selection_peers.masked),
+    "gather": (_ranges(SINGLE, select="rand"), selection_peers.gather),
+    **{
+        f"{peer}, {name}": (made, functools.partial(lists_peers.make, peer))
+        for name, made in LISTS.items()
+        for peer in (lists_cases.DENSE_MASKED, lists_cases.RANGES, lists_cases.GATHER)
+    },
+    "attn-gym": (LISTS["C"], functools.partial(lists_peers.make, lists_cases.ATTN_GYM)),
+}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_peers_compute_the_same(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists_peers, "compiled", toy_runs.uncompiled)
     torch.manual_seed(0)
-    shape = TINY if peer is selection_peers.masked else SINGLE
-    case = cases.make_case(shape, "rand", CPU, dtype=torch.float32)
-    want = cases.both(case, case.leaves())
-    assert peer(case, "fwd")[0]().keys() == {"o"}
-    for name, t in peer(case, "fb")[0]().items():
+    made, call = PEERS[peer]
+    case = made()
+    want = case.both(case.leaves())
+    forward, both = (call(case, what)[0]() for what in ("fwd", "fb"))
+    assert forward.keys() == {"o"} and both.keys() == want.keys()
+    for name, t in (*forward.items(), *both.items()):
         t = t if t.shape == want[name].shape else t.transpose(1, 2).reshape(want[name].shape)
-        assert cases.relative(t, want[name]) < 1e-5, name
+        assert relative(t, want[name]) < 1e-5, name
 
 
 def test_dense_attention_is_causal_over_all_keys() -> None:
@@ -139,10 +176,10 @@ def test_dense_attention_is_causal_over_all_keys() -> None:
     whole = cases.positions(TINY, CPU)[:, None] + torch.tensor([-(2**20), 1])
     case.ranges = whole[None, :, None, None].expand(1, -1, TINY.groups, 1, 2)
     call, how = selection_peers.dense(case, "fb")
-    want = cases.both(case, case.leaves())
+    want = case.both(case.leaves())
     for name, t in call().items():
         t = t if t.shape == want[name].shape else t.transpose(1, 2).reshape(want[name].shape)
-        assert cases.relative(t, want[name]) < 1e-5, name
+        assert relative(t, want[name]) < 1e-5, name
     assert how == "grouped"
 
 
@@ -182,8 +219,8 @@ def test_what_a_run_holds(result: dict[str, Any]) -> None:
 
 
 def test_a_wrong_result_misses_its_bar(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cases.both
-    monkeypatch.setattr(cases, "both", lambda *a: {k: t * 1.02 for k, t in right(*a).items()})
+    right = cases.Case.both
+    monkeypatch.setattr(cases.Case, "both", lambda *a: {k: t * 1.02 for k, t in right(*a).items()})
     wrong = run(tmp_path / "x.json", parts=("errors",))
     assert not any(r["errors"]["dk"]["met"] for r in wrong["errors"] if "dk" in r["errors"])
 

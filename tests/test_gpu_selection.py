@@ -14,6 +14,8 @@ from test_gpu_lists import no_synchronisation
 
 import mhc_inductor
 from benchmarks import selection_cases as cases
+from benchmarks.accuracy import relative
+from benchmarks.attention import gradients
 from benchmarks.selection_cases import C1, Shape
 from mhc_inductor import log, selection_attention
 from tests.oracles import selection as h
@@ -51,10 +53,10 @@ def attend(q, k, v, ranges):
 def train(fn, case, dlse=None):
     """Returns o, lse and the gradients of q, k and v; ``dlse`` is the optional gradient of lse."""
     leaves = case.leaves()
-    o, lse = fn(*leaves, case.ranges)
+    o, lse = fn(*leaves.values(), case.ranges)
     outs, ups = ([o], [case.dout]) if dlse is None else ([o, lse], [case.dout, dlse])
-    grads = torch.autograd.grad(outs, leaves, ups)
-    return {"o": o.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(cases.NAMES, grads, strict=True)}}
+    grads = torch.autograd.grad(outs, [*leaves.values()], ups)
+    return {"o": o.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(leaves, grads, strict=True)}}
 
 
 def assert_equal(got, want):
@@ -65,12 +67,12 @@ def assert_equal(got, want):
 
 def assert_accurate(got, case):
     """Asserts errors of at most twice those of dense SDPA in the same dtype on the same selection, without a sink."""
-    want = cases.masked_gradients(case, torch.float64)
+    want = case.dense(torch.float64)
     bare = dataclasses.replace(case, sink=None)
-    exact = want if case.sink is None else cases.masked_gradients(bare, torch.float64)
-    dense = cases.masked_gradients(bare, case.q.dtype)
+    exact = want if case.sink is None else bare.dense(torch.float64)
+    dense = bare.dense(case.q.dtype)
     for name in want:
-        error, bar = cases.relative(got[name], want[name]), 2 * cases.relative(dense[name], exact[name])
+        error, bar = relative(got[name], want[name]), 2 * relative(dense[name], exact[name])
         assert error <= bar, f"{name}: {error:.3g} above {bar:.3g}"
 
 
@@ -108,7 +110,7 @@ def test_keys_that_are_not_selected_do_not_leak(shape):
     case.dout[reached] = 0
     got = train(attend, case)
     for name in ("o", "lse", "dq"):
-        assert cases.relative(got[name][~reached], clean[name][~reached]) < ROUNDING, name
+        assert relative(got[name][~reached], clean[name][~reached]) < ROUNDING, name
 
 
 @pytest.mark.parametrize("shape", [MID, DECODE], ids=lambda s: s.name)
@@ -121,7 +123,7 @@ def test_strided_keys_are_not_copied(shape):
     got = {}
     ours(kernels_of(lambda: got.update(train(attend, case))))
     for name in want:
-        assert cases.relative(got[name], want[name]) < ROUNDING / 4, name
+        assert relative(got[name], want[name]) < ROUNDING / 4, name
 
 
 # ---- compiled
@@ -168,9 +170,7 @@ def test_a_plain_mask_runs_on_the_kernels():
 
     def step(fn):
         leaves = case.leaves()
-        o = fn(*leaves, case.ranges)[0]
-        grads = torch.autograd.grad(o, leaves, case.dout)
-        return {"o": o.detach(), **{f"d{n}": g for n, g in zip(cases.NAMES, grads, strict=True)}}
+        return gradients(fn(*leaves.values(), case.ranges)[0], leaves, case.dout)
 
     compiled = torch.compile(plain, backend="mhc_inductor", fullgraph=True)
     before = mhc_inductor.counters().get("routed selection_attention", 0)
@@ -187,15 +187,15 @@ def test_a_plain_mask_runs_on_the_kernels():
 def test_peak_memory_of_training():
     case = made(C1)
     leaves = case.leaves()
-    cases.both(case, leaves)
+    case.both(leaves)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = cases.both(case, leaves)
+    out = case.both(leaves)
     torch.cuda.synchronize()
-    given = sum(t.nbytes for t in (*leaves, case.dout, case.ranges))
+    given = sum(t.nbytes for t in (*leaves.values(), case.dout, case.ranges))
     peak = torch.cuda.max_memory_allocated() - before + given
-    least = sum(t.nbytes for t in (*leaves, case.dout, *out.values()))
+    least = sum(t.nbytes for t in (*leaves.values(), case.dout, *out.values()))
     assert peak <= 1.2 * least, peak / least
 
 
@@ -210,7 +210,7 @@ def test_more_than_2_to_the_31_elements_of_q():
         t[:, -tail:].normal_()
     k, v = (torch.randn(1, groups, length, dim, device="cuda", dtype=BF16) for _ in range(2))
     start = torch.randint(0, length, (1, S, groups, 2), device="cuda", dtype=torch.int32)
-    case = cases.Case(C1, "", q, k, v, torch.stack((start, start + 40), -1), dout)
+    case = cases.Case(C1, q, k, v, dout, None, "", torch.stack((start, start + 40), -1))
     got = train(attend, case)
     last = dataclasses.replace(
         case, q=q[:, -tail:].clone(), dout=dout[:, -tail:].clone(), ranges=case.ranges[:, -tail:].clone()
@@ -219,7 +219,7 @@ def test_more_than_2_to_the_31_elements_of_q():
     for name, t in want.items():
         # The other queries have zero gradients, so dK and dV come from the last ones alone.
         part = got[name] if name in ("dk", "dv") else got[name][:, -tail:]
-        assert cases.relative(part, t) < ROUNDING, name
+        assert relative(part, t) < ROUNDING, name
     assert not got["dq"][:, : S - tail].any()
 
 
@@ -242,12 +242,12 @@ def test_more_than_2_to_the_31_elements_of_k_and_v(queries):
     near = torch.stack((start, start + 50), -1)
     far = torch.where(near < ends, near, near + (length - 2 * ends))
     k, v = views
-    got = train(attend, cases.Case(C1, "", q, k, v, far, dout))
+    got = train(attend, cases.Case(C1, q, k, v, dout, None, "", far))
     short = [torch.cat((t[:, :, :ends], t[:, :, -ends:]), 2).contiguous() for t in views]
-    want = train(attend, cases.Case(C1, "", q, *short, near, dout))
+    want = train(attend, cases.Case(C1, q, *short, dout, None, "", near))
     for name, t in want.items():
         part = torch.cat((got[name][:, :, :ends], got[name][:, :, -ends:]), 2) if name in ("dk", "dv") else got[name]
-        assert cases.relative(part, t) < ROUNDING, name
+        assert relative(part, t) < ROUNDING, name
     assert not got["dk"][:, :, ends : length - ends].any()
 
 
@@ -278,8 +278,8 @@ def test_above_576_the_reference_runs_and_logs_it_once(caplog):
     log._said.clear()
     case = made(Shape("too wide", 64, 1, 2, dim=640, block=16, picks=4))
     with caplog.at_level("WARNING", logger="mhc_inductor"):
-        got = cases.both(case, case.leaves())
-        cases.forward(case)
+        got = case.both(case.leaves())
+        case.forward()
     assert_accurate(got, case)
     said = [r.getMessage() for r in caplog.records if "D = 640 is above 576" in r.getMessage()]
     assert len([m for m in said if m.startswith("selection_attention runs")]) == 1, said
