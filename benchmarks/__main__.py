@@ -264,16 +264,15 @@ def tritons(
     rounds=30,
 )
 def _deepseek(variant: str, part: str, device: str, rounds: int, toy: bool, keep: Folder, out: Folder) -> None:
-    from . import deepseek_model
     from . import deepseek_v4 as run
+    from . import processes
 
     where = _device(device)
     toy = toy or where == "cpu"
-    size = deepseek_model.TINY if toy else deepseek_model.Size()
     variants, parts = _words(variant, run.VARIANTS, "variant"), _words(part, run.PARTS, "part")
-    settings = run.Settings(where, size, variants, parts, rounds)
     path = _path(out, "deepseek_v4", tiny=toy, partial=(variants, parts) != (run.VARIANTS, run.PARTS))
-    result = run.gather(settings, run.run(settings, keep, _say))
+    settings = run.settings(where, toy, variants, parts, rounds)
+    result = run.gather(settings, processes.run("deepseek_v4", settings, keep, _say))
     _done(run, result, path, not any("error" in row for row in result["rows"]))
 
 
@@ -283,6 +282,7 @@ def _deepseek(variant: str, part: str, device: str, rounds: int, toy: bool, keep
     *("only", "variant", "budget", "limit", "toy", "device", "rounds", "keep"),
 )
 def _sparse(only: str, variant: str, toy: bool, device: str, keep: Folder, out: Folder, **given: Any) -> None:
+    from . import processes
     from . import sparse_cases as targets
     from . import sparse_models as run
 
@@ -294,9 +294,10 @@ def _sparse(only: str, variant: str, toy: bool, device: str, keep: Folder, out: 
         raise typer.BadParameter(f"no case has all of {only} in its name; there are {[c.name for c in every]}")
     variants = _words(variant, targets.VARIANTS, "variant")
     limits = (given["rounds"], toy, given["budget"], given["limit"])
-    settings = run.Settings(where, cases, variants, *limits)
+    settings = run.Settings(where, cases, tuple(v for v in targets.VARIANTS if v in variants), *limits)
     path = _path(out, "sparse_models", toy=toy, partial=cases != every or {*variants} != {*targets.VARIANTS})
-    rows = run.run(settings, keep, _say, lambda rows: run.write(run.gather(settings, rows), path))
+    save = lambda rows: run.write(run.gather(settings, rows), path)  # noqa: E731
+    rows = processes.run("sparse_models", settings, keep, _say, save)
     _done(run, run.gather(settings, rows), path, not any("error" in row for row in rows))
 
 

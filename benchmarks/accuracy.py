@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,19 +23,24 @@ def equal_bits(first: Named, second: Named) -> dict[str, Any]:
     return {"differ": differ, "met": not differ}
 
 
-def against_dense(got: Named, want: Named, dense: Named, factor: float) -> dict[str, Any]:
-    """Returns for every tensor its error against ``want``, dense attention's, the bar, and whether it is met.
+def rounding(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """Returns the relative error of a correct rounding to the dtype of ``value``, 0 for fp32 and fp64."""
+    narrow = value.dtype in (torch.bfloat16, torch.float16)
+    return relative(exact.to(value.dtype), exact) if narrow else 0.0
 
-    The bar is ``factor`` times the error of ``dense``, where that has the tensor.
+
+def errors(got: Named, want: Named, bar: Callable[..., float | None], **others: Named) -> dict[str, Any]:
+    """Returns for every tensor its error against ``want``, that of each other that has it, its bar, and if it is met.
+
+    ``bar`` gets the tensor's name, the tensor, what it should be, and its errors; it returns None where there is no bar.
     """
-    errors: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, value in got.items():
-        errors[name] = {"relative": relative(value, want[name])}
-        if name in dense:
-            other = relative(dense[name], want[name])
-            met = errors[name]["relative"] <= factor * other
-            errors[name] |= {"dense": other, "bar": factor * other, "met": met}
-    return errors
+        exact = want[name].reshape(value.shape)
+        of = {k: relative(t[name], exact) for k, t in {"relative": got, **others}.items() if name in t}
+        limit = bar(name, value, exact, of)
+        found[name] = of if limit is None else {**of, "bar": limit, "met": of["relative"] <= limit}
+    return found
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pathlib
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch._inductor.config
 
-from . import deepseek_model, processes, report, routing
+from . import deepseek_model, processes, report, routing, sparse_cases
 from .processes import Row, counted, figure
-from .sparse_models import Process
+from .sparse_cases import CHECKPOINTED, COMPILE, EAGER, FORWARD, OURS, TRAINING, TRIVIAL, V4, Case
+from .sparse_models import Job, Process, Settings
 
-VARIANTS = ("eager", "torch.compile", "trivial", "mhc_inductor")
-PARTS = ("forward", "training", "checkpointed")
+__all__ = ["Job", "gather", "measure", "settings", "table", "write"]
+VARIANTS = (EAGER, COMPILE, TRIVIAL, OURS)
+PARTS = (FORWARD, TRAINING, CHECKPOINTED)
 # One H200, torch 2.11, 4 layers, D = 2048, 2 x 2048 tokens: bar and goal of mhc_inductor (ms, s, GiB).
 BARS = {
     "forward_ms": (11.2, 10.4),
@@ -38,54 +38,19 @@ _LABELS = {v: v for v in VARIANTS} | {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What one process measures. ``size`` holds the fields of :class:`benchmarks.deepseek_model.Size`."""
-
-    variant: str
-    part: str
-    device: str
-    size: dict[str, Any]
-    rounds: int = 30
-    seconds: float = 10.0
-
-    @property
-    def name(self) -> str:
-        return f"{self.variant}-{self.part}"
-
-    @property
-    def named(self) -> Row:
-        return {"variant": self.variant, "part": self.part}
-
-    def build(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.Tensor]:
-        """Returns the model and its token ids."""
-        size = deepseek_model.Size(**self.size)
-        model = deepseek_model.build(size, device, dtype)
-        if self.part == "checkpointed":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model, deepseek_model.tokens(size, device)
-
-
-@dataclasses.dataclass
-class Settings:
-    """What to measure."""
-
-    device: str
-    size: deepseek_model.Size
-    variants: tuple[str, ...] = VARIANTS
-    parts: tuple[str, ...] = PARTS
-    rounds: int = 30
-
-    def plan(self) -> list[Job]:
-        """Returns the jobs, longest compile first."""
-        slow, size = ("torch.compile", "mhc_inductor", "trivial", "eager"), dataclasses.asdict(self.size)
-        pairs = [(v, p) for p in reversed(PARTS) for v in slow if v in self.variants and p in self.parts]
-        return [Job(v, p, self.device, size, self.rounds) for v, p in pairs]
+def settings(
+    device: str, toy: bool, variants: Iterable[str] = VARIANTS, parts: Iterable[str] = PARTS, rounds: int = 30
+) -> Settings:
+    """Returns what to measure, in the order in which it is measured: the longest compile first."""
+    size = deepseek_model.TINY if toy else deepseek_model.Size()
+    cases = tuple(Case(V4, size.batch, size.seq, part, eager=True) for part in reversed(PARTS) if part in parts)
+    slow = tuple(v for v in (COMPILE, OURS, TRIVIAL, EAGER) if v in variants)
+    return Settings(device, cases, slow, rounds, toy, budget_s=3600.0, limit_s=600.0)
 
 
 def measure(job: Job, save: Callable[[Row], None] = lambda _: None) -> Row:
     """Returns the row of a job: ms, compile seconds, GiB, the loss, the norm of the gradients, and what was routed."""
-    ours, trivial = job.variant == "mhc_inductor", job.variant == "trivial"
+    ours, trivial = job.variant == OURS, job.variant == TRIVIAL
     process = Process(job)
     row = job.named | {"parameters": sum(p.numel() for p in process.model.parameters()), "compiled_alone": True}
     with (
@@ -111,20 +76,15 @@ def measure(job: Job, save: Callable[[Row], None] = lambda _: None) -> Row:
 # ---- the run
 
 
-def run(settings: Settings, folder: pathlib.Path, step: Callable[[str], None]) -> list[Row]:
-    """Returns the rows of all jobs; see :func:`processes.run`."""
-    return processes.run("deepseek_v4", settings.plan(), folder, step)
-
-
 def gather(settings: Settings, rows: list[Row]) -> Row:
     """Returns the result of a run: header, rows, figures per variant, and verdicts on the device of the bars."""
-    result = processes.header("deepseek_v4", torch.device(settings.device))
-    of = {"size": dataclasses.asdict(settings.size), "rounds": settings.rounds, "jobs": 1}
-    result["settings"] = of | {"compiled_alone": settings.variants}
-    result["rows"] = processes.without_stamps(rows)
-    bars_apply = "H200" in result["device"]["name"] and settings.size == deepseek_model.Size()
-    result["variants"] = {v: summary(v, rows) for v in settings.variants}
-    result["verdicts"] = verdicts(result["variants"], settings.variants) if bars_apply else []
+    result, alone = processes.header("deepseek_v4", torch.device(settings.device)), settings.in_order(VARIANTS)
+    size = dataclasses.asdict(sparse_cases.v4_size(settings.cases[0], settings.toy))
+    result["settings"] = {"size": size, "rounds": settings.rounds, "jobs": 1, "compiled_alone": alone}
+    result["rows"] = processes.without(rows, "stamp", "case")
+    bars_apply = "H200" in result["device"]["name"] and not settings.toy
+    result["variants"] = {v: summary(v, rows) for v in alone}
+    result["verdicts"] = verdicts(result["variants"], alone) if bars_apply else []
     return result
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import mhc_inductor
 
-from .accuracy import relative
+from . import accuracy
 from .running import Target
 
 BATCH, STEPS = 32, 512
@@ -261,15 +261,8 @@ def compare(
 
     The bar is 2e-5 or twice the fp32 loop's own error, whichever is larger, plus one rounding for bf16 and fp16.
     """
-    result = {}
-    for name, value in got.items():
-        error = relative(value, want[name])
-        bar = RELATIVE_BAR
-        entry: dict[str, Any] = {"relative": error}
-        if loops is not None:
-            entry["loop"] = relative(loops[name], want[name])
-            bar = max(bar, 2 * entry["loop"])
-        if value.dtype in (torch.bfloat16, torch.float16):
-            bar += ROUNDING_MARGIN * relative(want[name].to(value.dtype), want[name])
-        result[name] = entry | {"bar": bar, "met": error <= bar}
-    return result
+
+    def bar(name: str, value: Tensor, exact: Tensor, of: dict[str, float]) -> float:
+        return max(RELATIVE_BAR, 2 * of.get("loop", 0.0)) + ROUNDING_MARGIN * accuracy.rounding(value, exact)
+
+    return accuracy.errors(got, want, bar, **({} if loops is None else {"loop": loops}))

@@ -16,6 +16,7 @@ import torch
 
 from . import accuracy, report, running, timing
 from . import index_cases as cases
+from .attention import sample_of
 from .index_cases import BOTH, COMPILE, LOSS, SCORES, TORCH_TOPK, Case, Shape, make_case
 from .report import Result, Row, Table
 from .variants import Clock, Variant, measure
@@ -98,7 +99,7 @@ class Run(running.PartRun[Settings]):
         for shape in map(self.sized, cases.SHAPES):
             self.report(f"errors: {shape.name}")
             case = make_case(shape, self.device)
-            at = cases.sample_of(shape.tokens, SAMPLED, self.device)
+            at = sample_of(shape.tokens, SAMPLED, self.device)
             want = cases.exact(case, at)
             outs = [{"scores": cases.scores(case), "chosen": cases.chosen(case)} for _ in range(2)]
             plain = cases.formula(case.q[:, at], case.k, case.w[:, at], case.scale, at)[0]
@@ -120,7 +121,7 @@ class Run(running.PartRun[Settings]):
             out.update(zip(("loss", "dscores", "dq", "dk", "dw"), cases.trained(args), strict=True))
         want = cases.loss_of(args, at, torch.float64)
         plain = cases.loss_of(args, at, torch.float32)
-        return _error(*(cases.relative(x, want) for x in (outs[0]["loss"][0, at], plain)))
+        return _error(*(accuracy.relative(x, want) for x in (outs[0]["loss"][0, at], plain)))
 
     def memory(self) -> None:
         """Measures the peaks of one choice, at ``LONG`` too, and of a loss, beyond inputs and outputs."""

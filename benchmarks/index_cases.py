@@ -18,7 +18,6 @@ import mhc_inductor
 from mhc_inductor.reference import index_loss as reference
 
 from .accuracy import relative
-from .attention import sample_of
 from .running import Target
 
 SCORES, BOTH, LOSS = "scores", "scores and top-k", "loss with gradients"
@@ -54,8 +53,6 @@ TARGETS = {
 
 
 # ---- cases
-
-__all__ = ["Case", "make_case", "relative", "sample_of"]
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .accuracy import relative
+from . import accuracy
 from .running import Target
 
 TOKENS = 8192
@@ -300,21 +300,15 @@ def plain(i: Inputs) -> Named:
     return _formula(i.detached())
 
 
-def _bar(value: torch.Tensor, exact: torch.Tensor, roundings: int) -> float:
-    if value.dtype in (torch.bfloat16, torch.float16):
-        return ROUNDING_MARGIN * roundings * relative(exact.to(value.dtype), exact)
-    return RELATIVE_BAR
-
-
 def compare(got: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], with_post: bool) -> dict[str, Any]:
     """Returns for every tensor its relative error, its bar, and whether the bar is met."""
-    result = {}
-    for name, value in got.items():
+
+    def bar(name: str, value: torch.Tensor, want: torch.Tensor, _: Any) -> float:
         # With post, dx is the sum of the gradients of two ops, each rounded once.
-        bar = _bar(value, exact[name], 2 if name == "dx" and with_post else 1)
-        error = relative(value, exact[name].reshape(value.shape))
-        result[name] = {"relative": error, "bar": bar, "met": error <= bar}
-    return result
+        roundings = 2 if name == "dx" and with_post else 1
+        return ROUNDING_MARGIN * roundings * accuracy.rounding(value, want) or RELATIVE_BAR
+
+    return accuracy.errors(got, exact, bar)
 
 
 def parameter_gradients(i: Inputs, saved: Named, dtype: torch.dtype) -> Named:

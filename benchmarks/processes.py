@@ -11,7 +11,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,28 +115,27 @@ def kept(folder: pathlib.Path, job: Any) -> Row | None:
 
 def run(
     module: str,
-    plan: Sequence[Any],
+    settings: Any,
     folder: pathlib.Path,
     step: Callable[[str], None],
     save: Callable[[list[Row]], None] = lambda _: None,
-    budget_s: float = 3600.0,
-    limit_s: float = 600.0,
 ) -> list[Row]:
-    """Returns the rows of jobs of ``module``, one after the other, so that each has the machine to itself.
+    """Returns the rows of the jobs of ``settings.plan()``, one after the other, so that each has the machine to itself.
 
-    A failed or skipped row has "error". ``save`` gets the rows after every job. They are kept in ``folder``, so that a
-    later run can reuse them; so is Python's byte code: if the installation cannot keep it, every process would otherwise
-    compile 360 modules of torch. A process that is stopped late keeps the times that it saved.
+    No job begins ``settings.budget_s`` seconds after the start, and none takes longer than ``limit_s``. A failed or
+    skipped row has "error". ``save`` gets the rows after every job. They are kept in ``folder``, so that a later run can
+    reuse them; so is Python's byte code: if the installation cannot keep it, every process would otherwise compile 360
+    modules of torch. A process that is stopped late keeps the times that it saved.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows, end = [], time.monotonic() + budget_s
+    rows, end = [], time.monotonic() + settings.budget_s
     bytecode = os.environ.get("PYTHONPYCACHEPREFIX", str(folder / "bytecode"))
-    for job in plan:
+    for job in settings.plan():
         left, row = end - time.monotonic(), kept(folder, job)
         if row is None and left > 0:
             step(job.name)
             worker = begin(module, job, folder, environ(PYTHONPYCACHEPREFIX=bytecode))
-            row = finish(worker, job, folder, min(limit_s, max(left, 1)))
+            row = finish(worker, job, folder, min(settings.limit_s, max(left, 1)))
         rows.append(row or {**job.named, "error": SPENT})
         save(rows)
     return rows
@@ -184,8 +183,8 @@ def notice(device: torch.device) -> str | None:
     return None if device.type == "cuda" else running.CPU_NOTICE
 
 
-def without_stamps(rows: Sequence[Row]) -> list[Row]:
-    return [{k: v for k, v in row.items() if k != "stamp"} for row in rows]
+def without(rows: Iterable[Row], *fields: str) -> list[Row]:
+    return [{k: v for k, v in row.items() if k not in fields} for row in rows]
 
 
 def figure(row: Mapping[str, Any], name: str, spec: str) -> str:

@@ -20,8 +20,8 @@ from .processes import Row, against
 
 V4, V32 = "deepseek_v4", "deepseek_v32"
 V4_WIDE, V32_WIDE = f"{V4}_published", f"{V32}_published"
-FORWARD, TRAINING = "forward", "training"
-EAGER, COMPILE, OURS = "eager", "torch.compile", "mhc_inductor"
+FORWARD, TRAINING, CHECKPOINTED = "forward", "training", "checkpointed"
+EAGER, COMPILE, TRIVIAL, OURS = "eager", "torch.compile", "trivial", "mhc_inductor"
 OURS_GRAPHS, COMPILE_GRAPHS = f"{OURS}+graphs", f"{COMPILE}+graphs"
 """The same compilers with ``mode="reduce-overhead"``: the device is given whole CUDA graphs, not single launches."""
 OURS_LAYERS = f"{OURS}+layers"
@@ -179,7 +179,10 @@ def v4_size(case: Case, toy: bool) -> deepseek_model.Size:
 def build(case: Case, device: torch.device, dtype: torch.dtype, toy: bool) -> torch.nn.Module:
     """Returns the case's model with seeded weights in ``dtype``; DeepSeek-V4's mHC parameters are fp32."""
     if case.model in (V4, V4_WIDE):
-        return deepseek_model.build(v4_size(case, toy), device, dtype)
+        model = deepseek_model.build(v4_size(case, toy), device, dtype)
+        if case.part == CHECKPOINTED:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
     from transformers.models.deepseek_v32 import DeepseekV32ForCausalLM
 
     torch.manual_seed(0)

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import pathlib
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -32,11 +31,12 @@ from .sparse_cases import (
     OURS,
     OURS_GRAPHS,
     OURS_LAYERS,
+    TRIVIAL,
     VARIANTS,
     Case,
 )
 
-BACKENDS = dict.fromkeys((COMPILE, COMPILE_GRAPHS, "trivial"), "inductor")
+BACKENDS = dict.fromkeys((COMPILE, COMPILE_GRAPHS, TRIVIAL), "inductor")
 BACKENDS |= dict.fromkeys((OURS, OURS_GRAPHS, OURS_LAYERS), "mhc_inductor")
 
 
@@ -82,8 +82,11 @@ class Settings:
 
     def plan(self) -> list[Job]:
         """Returns the jobs in the order in which they run."""
-        pairs = [(v, c) for v in VARIANTS if v in self.variants for c in self.cases if c.takes(v)]
+        pairs = [(v, c) for v in self.variants for c in self.cases if c.takes(v)]
         return [Job(v, dataclasses.asdict(c), self.device, self.toy, self.rounds) for v, c in pairs]
+
+    def in_order(self, variants: Iterable[str]) -> tuple[str, ...]:
+        return tuple(v for v in variants if v in self.variants)
 
 
 # ---- one process
@@ -181,17 +184,6 @@ def measure(job: Job, save: Callable[[Row], None] = lambda _: None) -> Row:
 # ---- the run
 
 
-def run(
-    settings: Settings,
-    folder: pathlib.Path,
-    step: Callable[[str], None],
-    save: Callable[[list[Row]], None] = lambda _: None,
-) -> list[Row]:
-    """Returns the rows of all jobs; see :func:`processes.run`."""
-    limits = (settings.budget_s, settings.limit_s)
-    return processes.run("sparse_models", settings.plan(), folder, step, save, *limits)
-
-
 def gather(settings: Settings, measured: Iterable[Row]) -> Row:
     """Returns the result of a run: header, rows, verdicts on the device of the bars, and errors within bounds."""
     device = torch.device(settings.device)
@@ -200,7 +192,7 @@ def gather(settings: Settings, measured: Iterable[Row]) -> Row:
     result["notice"] = processes.notice(device)
     of = {"rounds": settings.rounds, "toy": settings.toy, "budget_s": settings.budget_s}
     result["settings"] = of | {"cases": [dataclasses.asdict(c) for c in settings.cases]}
-    result["rows"] = processes.without_stamps([*measured])
+    result["rows"] = processes.without(measured, "stamp")
     result["complete"] = len(result["rows"]) == len(settings.plan())
     result["bars_apply"] = running.BARS_DEVICE in result["device"]["name"] and not settings.toy
     rate(result, settings.cases)

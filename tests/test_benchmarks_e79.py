@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from benchmarks import e79, timing
+from benchmarks import accuracy, e79, timing
 from benchmarks import e79_cases as cases
 from mhc_inductor.kernels.e79.plan import plan_e79_scan, plan_e79_scan_backward
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
@@ -75,7 +75,7 @@ def test_the_loop_is_the_formula(bias: str) -> None:
     want = oracle(case.inputs, {k: case.ups[k] for k in cases.OUTPUTS})
     got = cases.exact(case, True)
     assert got.keys() == want.keys()
-    assert all(cases.relative(got[k], want[k]) < 1e-12 for k in want)
+    assert all(accuracy.relative(got[k], want[k]) < 1e-12 for k in want)
 
 
 def test_ops_match_the_loop_and_mistakes_are_seen() -> None:

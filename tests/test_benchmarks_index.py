@@ -16,6 +16,8 @@ pytest.importorskip("rich")
 
 from benchmarks import index, timing
 from benchmarks import index_cases as cases
+from benchmarks.accuracy import relative
+from benchmarks.attention import sample_of
 from tests.tools import toy_runs
 
 CPU = torch.device("cpu")
@@ -40,7 +42,7 @@ def test_the_bar_of_memory() -> None:
 def test_the_ops_and_the_models_formula_are_the_formula() -> None:
     torch.manual_seed(0)
     case = cases.make_case(TINY, CPU)
-    at = cases.sample_of(TINY.tokens, 7, CPU)
+    at = sample_of(TINY.tokens, 7, CPU)
     want = cases.exact(case, at)
     assert (want > float("-inf")).sum(-1).tolist() == [s + 1 for s in at.tolist()]
     assert cases.score_error(cases.scores(case)[0, at], want) < 1e-6
@@ -55,9 +57,9 @@ def test_the_ops_and_the_models_formula_are_the_formula() -> None:
 def test_the_loss_is_the_formula() -> None:
     torch.manual_seed(0)
     args = cases.loss_arguments(cases.make_case(TINY, CPU))
-    at = cases.sample_of(TINY.tokens, 7, CPU)
+    at = sample_of(TINY.tokens, 7, CPU)
     loss, dscores, *grads = cases.trained(args)
-    assert cases.relative(loss[0, at], cases.loss_of(args, at, torch.float64)) < 1e-5
+    assert relative(loss[0, at], cases.loss_of(args, at, torch.float64)) < 1e-5
     assert [g.shape for g in grads] == [t.shape for t in args[:3]] and dscores.shape == args[3].shape
     assert loss[0, 0] == 0 and bool((loss[0, 1:] > 0).all())  # the first query sees one key
 
