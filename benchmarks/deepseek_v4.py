@@ -15,7 +15,8 @@ import torch
 import torch._inductor.config
 
 from . import deepseek_model, processes, report, routing, sparse_cases
-from .processes import Row, counted, figure
+from .processes import Row
+from .report import Table
 from .sparse_cases import CHECKPOINTED, COMPILE, EAGER, FORWARD, OURS, TRAINING, TRIVIAL, V4, Case
 from .sparse_models import Job, Process, Settings
 
@@ -124,34 +125,23 @@ _COLUMNS = {
 
 
 def _cell(of: dict[str, float], spec: str, *names: str) -> str:
-    return " + ".join(figure(of, n, spec) or "?" for n in names) if set(names) & set(of) else ""
+    return " + ".join(f"{of[n]:{spec}}" if n in of else "?" for n in names) if set(names) & set(of) else ""
+
+
+VERDICTS = Table("", f"of {_LABELS[OURS]}||bar|goal", "{what}|{value:.2f}|{bar} {yes_bar}|{goal} {yes_goal}")
+ROUTED = Table(
+    "",
+    "the pass|routed|fused|near misses|nodes|s|of the compile time",
+    "{part}|{routed}|{fused}|{near_misses}|{nodes:,}|{seconds:.2f}|{share:.1f} %",
+    lambda r: [r["routing"] | {"part": r["part"], "share": 100 * r["routing"]["share_of_compile"]}],
+)
 
 
 def _parts(result: Row) -> Iterable[str]:
     rows = [[_LABELS[v], *(_cell(of, *column) for column in _COLUMNS.values())] for v, of in result["variants"].items()]
     yield report.markdown(["", *_COLUMNS], rows)
-    if result["verdicts"]:
-        marks = [
-            [x["what"], f"{x['value']:.2f}", *(processes.met(x, k) for k in ("bar", "goal"))]
-            for x in result["verdicts"]
-        ]
-        yield report.markdown([f"of {_LABELS['mhc_inductor']}", "", "bar", "goal"], marks)
-    passes = [(r["part"], x, f"{100 * x['share_of_compile']:.1f} %") for r in result["rows"] if (x := r.get("routing"))]
-    if passes:
-        headings = ["the pass", "routed", "fused", "near misses", "nodes", "s", "of the compile time"]
-        marks = [
-            [
-                part,
-                counted(x["routed"]),
-                counted(x["fused"]),
-                f"{x['near_misses']}",
-                f"{x['nodes']:,}",
-                f"{x['seconds']:.2f}",
-                of,
-            ]
-            for part, x, of in passes
-        ]
-        yield report.markdown(headings, marks)
+    yield VERDICTS.markdown(result["verdicts"])
+    yield ROUTED.markdown(r for r in result["rows"] if r.get("routing"))
     failed = [f"{r['variant']}, {r['part']}: {r['error']}" for r in result["rows"] if "error" in r]
     yield "\n".join(f"- failed: {line.splitlines()[0]}" for line in failed)
 
@@ -170,7 +160,7 @@ def table(result: Row) -> str:
         + (f"the others {made['jobs']} at once; " if made["jobs"] > 1 else "")
         + "each was timed while nothing compiled",
     ]
-    return processes.document("DeepSeek-V4 end to end", lines, *_parts(result))
+    return report.document("DeepSeek-V4 end to end", lines, *_parts(result))
 
 
 write = report.writer(table)

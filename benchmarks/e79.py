@@ -330,7 +330,7 @@ def table(result: Result) -> str:
     if any("errors" in r for r in _timed_rows(result)):
         fine = "Outputs of every timed row that was compared with the fp64 loop meet their bars."
         end = [report.outputs_section(wrong_outputs(result), fine)]
-    return report.document("E79", lines, report.sections_of(result, TABLES), *end)
+    return report.document("E79 benchmark", lines, *report.sections_of(result, TABLES), *end)
 
 
 # ---- the picture

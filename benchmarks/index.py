@@ -202,7 +202,7 @@ TABLES: report.Makers = {
 def table(result: Result) -> str:
     """Returns the whole run as Markdown."""
     lines = [*report.facts(result), report.timing_of(result)]
-    return report.document("Index scores", lines, report.sections_of(result, TABLES))
+    return report.document("Index scores benchmark", lines, *report.sections_of(result, TABLES))
 
 
 write = report.writer(table)

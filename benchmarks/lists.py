@@ -23,7 +23,7 @@ from . import lists_peers as peers
 from .accuracy import relative
 from .attention import Named
 from .lists_cases import Case, Shape, make_case
-from .report import Result, Row, Section, Table
+from .report import Result, Row, Table
 from .variants import Clock, Variant, measure
 
 PARTS = ("speed", "errors", "memory", "crossing", "peers")
@@ -330,14 +330,14 @@ _PEERS = Table(
 )
 
 
-def _peers(result: Result) -> Section:
+def _peers(result: Result) -> str:
     """Returns the table of the peers, whose ratios are in the op's row."""
     ours = {(r["case"], r["what"]): r for r in reversed(result["peers"]) if report.is_ours(r)}
     rows = []
     for r in result["peers"]:
         of = ours.get((r["case"], r["what"]), r)
         rows.append(r | {"x": None if of is r else of.get(TIMES.get(r["variant"], "")), "also": _wrong(r)})
-    return _PEERS.section({"peers": rows}, "peers")
+    return _PEERS.section(result, rows)
 
 
 # ---- the crossing
@@ -387,7 +387,7 @@ def up_to(points: Points, dense: Row | None) -> str:
     return f"all, to {points[-1][0]}" if at == points[-1][0] else f"{at:,.0f}"
 
 
-def crossing_section(result: Result) -> Section:
+def crossing_section(result: Result) -> str:
     counts = sorted({r["n"] for r in result["crossing"] if report.is_ours(r)})
     rows = []
     for case, what, tokens in places(result):
@@ -403,7 +403,8 @@ def crossing_section(result: Result) -> Section:
             cells = [""] * len(counts) + [report.error(r), name, ""]
             rows.append([r["case"], report.WHAT[r["what"]], str(r["S"]), *cells])
     headings = ["case", "", "tokens", *(f"n = {n}" for n in counts), "dense", "by", "lists are faster up to n"]
-    return f"{report.OURS} by the length of the lists, next to the fastest dense causal attention", headings, rows
+    title = f"{report.OURS} by the length of the lists, next to the fastest dense causal attention"
+    return report.section(title, report.markdown(headings, rows))
 
 
 TABLES: report.Makers = {
@@ -454,7 +455,7 @@ def table(result: Result) -> str:
     missed = [f"{r['case']}, {report.WHAT[r['what']]}" for r in result["rows"] if r.get("met_bar") is False]
     if missed:
         lines.append(f"bars that are {report.yes(False)}: {'; '.join(missed)}")
-    return report.document("Attention over lists of keys", lines, report.sections_of(result, TABLES))
+    return report.document("Attention over lists of keys benchmark", lines, *report.sections_of(result, TABLES))
 
 
 # ---- the picture

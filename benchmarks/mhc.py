@@ -479,7 +479,7 @@ def table(result: Result) -> str:
     if any(report.is_ours(r) and "errors" in r for r in result["rows"]):
         fine = "Outputs of every timed row of ours meet their bars against fp64."
         end = [report.outputs_section(wrong_outputs(result), fine)]
-    return report.document("mhc", report.facts(result), report.sections_of(result, TABLES), *end)
+    return report.document("mhc benchmark", report.facts(result), *report.sections_of(result, TABLES), *end)
 
 
 # ---- the picture

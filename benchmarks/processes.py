@@ -190,17 +190,3 @@ def without(rows: Iterable[Row], *fields: str) -> list[Row]:
 def figure(row: Mapping[str, Any], name: str, spec: str) -> str:
     """Returns a cell of a table, empty where the row has no such figure."""
     return "" if row.get(name) is None else f"{row[name]:{spec}}"
-
-
-def met(of: Mapping[str, Any], level: str, spec: str = "") -> str:
-    """Returns a cell of a table with a bar or a goal of :func:`against`, empty where there is none."""
-    return "" if of[level] is None else f"{of[level]:{spec}} {'met' if of[f'met_{level}'] else '**not met**'}"
-
-
-def counted(ops: Mapping[str, int], none: str = "none") -> str:
-    return ", ".join(f"{n} {op}" for op, n in ops.items()) or none
-
-
-def document(title: str, lines: Sequence[str], *parts: str) -> str:
-    """Returns a page of Markdown: the title, a list of ``lines``, and the parts that are not empty."""
-    return "\n\n".join(filter(None, [f"# {title}", "\n".join(f"- {line}" for line in lines), *parts])) + "\n"

@@ -16,7 +16,6 @@ from . import running
 
 Result = dict[str, Any]
 Row = dict[str, Any]
-Section = tuple[str, list[str], list[list[str]]]
 OURS = "mhc_inductor"
 NOT_COMPLETE = "this run is not complete: a part of it failed, or its budget of seconds was spent before its last cell"
 SEPARATELY = "measured separately, 2026-11-21"
@@ -125,12 +124,13 @@ FIELDS: dict[str, Callable[[Row], str]] = {
     "verdict": verdict,
     "yes": lambda r: yes(r.get("met")),
     "yes_bar": lambda r: yes(r.get("met_bar")),
+    "yes_goal": lambda r: yes(r.get("met_goal")),
     "note": note,
     "peak": lambda r: error(r) if "error" in r else f"{r['peak_above_mb']:.1f}",
     "peak_bar": lambda r: "" if "error" in r else f"{r['bar_mb']:.0f}",
     "sequences": lambda r: f"{r['B']} x {r['S']}" if r["B"] > 1 else str(r["S"]),
     "in_k": lambda r: " in K" if r["shared"] else "",
-    "differ": lambda r: ", ".join(r["differ"]) or "none",
+    "unequal": lambda r: ", ".join(r["differ"]) or "none",
     "sizes": lambda r: "x".join(map(str, r["shape"])),
 }
 """What a cell may say of a row, in addition to the row's own fields."""
@@ -139,7 +139,7 @@ FIELDS: dict[str, Callable[[Row], str]] = {
 
 
 class _Value:
-    """A value in a cell: nothing if there is none; ``us`` and ``time`` are formats of times in microseconds."""
+    """A value in a cell: nothing if there is none; ``us`` and ``time`` are formats of microseconds; a dict is counts."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -147,6 +147,8 @@ class _Value:
     def __format__(self, form: str) -> str:
         if form in ("us", "time"):
             return us(self.value) if form == "us" else time(self.value)
+        if isinstance(self.value, dict):
+            return ", ".join(f"{n} {name}" for name, n in self.value.items()) or "none"
         if self.value is None or not form:
             return "" if self.value is None else str(self.value)
         return format(float(self.value) if isinstance(self.value, str) else self.value, form)  # "nan", "inf"
@@ -172,18 +174,23 @@ class Table:
     cells: str
     each: Callable[[Row], list[Row]] = lambda row: [row]
 
-    def section(self, result: Result, part: str) -> Section:
-        rows = [_Fields(r) for row in result[part] for r in self.each(row)]
-        cells = [[cell.format_map(r) for cell in self.cells.split("|")] for r in rows]
-        return self.title(result) if callable(self.title) else self.title, self.headings.split("|"), cells
+    def markdown(self, rows: Iterable[Row]) -> str:
+        """Returns the table of rows, nothing if there is none."""
+        cells = self.cells.split("|")
+        lines = [[cell.format_map(_Fields(r)).strip() for cell in cells] for row in rows for r in self.each(row)]
+        return markdown(self.headings.split("|"), lines) if lines else ""
+
+    def section(self, result: Result, rows: Iterable[Row]) -> str:
+        """Returns the table below its title, nothing if there are no rows."""
+        return section(self.title(result) if callable(self.title) else self.title, self.markdown(rows))
 
 
 def determinism(sizes: str) -> Table:
     """Returns the table of checks for equal bits."""
-    return Table("Equal bits", f"check|{sizes}|tensors that differ|", "{check}|{sizes}|{differ}|{yes}")
+    return Table("Equal bits", f"check|{sizes}|tensors that differ|", "{check}|{sizes}|{unequal}|{yes}")
 
 
-TWO_RUNS = Table("Equal bits in two runs", "case|tensors that differ|", "{case}|{differ}|{yes}")
+TWO_RUNS = Table("Equal bits in two runs", "case|tensors that differ|", "{case}|{unequal}|{yes}")
 ERROR = "{tensor}|{relative:.3g}|{dense:.3g}|{bar:.3g}|{yes}"
 """Cells of an error next to that of dense attention."""
 
@@ -193,14 +200,18 @@ def markdown(headings: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-Makers = Mapping[str, "Table | Callable[[Result], Section]"]
+def section(title: str, text: str) -> str:
+    return f"## {title}\n\n{text}" if text else ""
 
 
-def sections_of(result: Result, makers: Makers) -> Iterator[Section]:
+Makers = Mapping[str, "Table | Callable[[Result], str]"]
+
+
+def sections_of(result: Result, makers: Makers) -> Iterator[str]:
     """Yields a section for each non-empty list of the result, in the order of ``makers``."""
     for part, make in makers.items():
         if result.get(part):
-            yield make.section(result, part) if isinstance(make, Table) else make(result)
+            yield make.section(result, result[part]) if isinstance(make, Table) else make(result)
 
 
 def wrong_outputs(rows: Iterable[Row], where: Callable[[Row], str]) -> list[str]:
@@ -211,14 +222,12 @@ def wrong_outputs(rows: Iterable[Row], where: Callable[[Row], str]) -> list[str]
 
 def outputs_section(bad: list[str], fine: str) -> str:
     """Returns a section with the timed outputs that miss a bar, or ``fine`` if none does."""
-    return "## Outputs of the timed calls\n\n" + ("\n".join(f"- {b}" for b in bad) if bad else fine)
+    return section("Outputs of the timed calls", "\n".join(f"- {b}" for b in bad) or fine)
 
 
-def document(title: str, lines: list[str], sections: Iterable[Section], *further: str) -> str:
-    """Returns a run as Markdown: a list of ``lines``, the sections' tables, then ``further`` verbatim."""
-    parts = [f"# {title} benchmark", "\n".join(f"- {line}" for line in lines)]
-    parts += [f"## {name}\n\n{markdown(headings, rows)}" for name, headings, rows in sections]
-    return "\n\n".join([*parts, *further]) + "\n"
+def document(title: str, lines: Iterable[str], *parts: str) -> str:
+    """Returns a page of Markdown: the title, a list of ``lines``, and the parts that are not empty."""
+    return "\n\n".join(filter(None, [f"# {title}", "\n".join(f"- {line}" for line in lines), *parts])) + "\n"
 
 
 def commit_of(result: Result) -> str:

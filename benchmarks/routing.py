@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from . import deepseek_model, processes, report
-from .processes import counted
 
 BAR_SECONDS, BAR_SHARE, BAR_DEPTH = 6.0, 0.20, 43
 """Bars: 6 s of CPU time on a model of 43 layers, and 20 % of the compile time."""
@@ -118,14 +117,21 @@ def run(
     return result
 
 
+def _each(r: dict[str, Any]) -> list[dict[str, Any]]:
+    cpu = f"{r['cpu_seconds']:.2f}" + _verdict(r["layers"] >= BAR_DEPTH, r["cpu_seconds"] <= BAR_SECONDS)
+    return [r | {"cpu": cpu}]
+
+
+TABLE = report.Table(
+    "",
+    "layers|nodes|pass, s|of the CPU, s|µs a node|Dynamo, s|routed|fused",
+    "{layers}|{nodes:,}|{seconds:.2f}|{cpu}|{microseconds_a_node:.0f}|{dynamo_seconds:.1f}|{routed}|{fused}",
+    _each,
+)
+
+
 def table(result: dict[str, Any]) -> str:
     """Returns the run as Markdown."""
-    rows = []
-    for r in result["rows"]:
-        cpu = f"{r['cpu_seconds']:.2f}" + _verdict(r["layers"] >= BAR_DEPTH, r["cpu_seconds"] <= BAR_SECONDS)
-        cells = [str(r["layers"]), f"{r['nodes']:,}", f"{r['seconds']:.2f}", cpu, f"{r['microseconds_a_node']:.0f}"]
-        rows.append([*cells, f"{r['dynamo_seconds']:.1f}", counted(r["routed"]), counted(r["fused"])])
-    headings = ["layers", "nodes", "pass, s", "of the CPU, s", "µs a node", "Dynamo, s", "routed", "fused"]
     v, last = result["versions"], ""
     if c := result["compile"]:
         last = (
@@ -137,7 +143,7 @@ def table(result: dict[str, Any]) -> str:
         f"commit {report.commit_of(result)}, {result['date']}"
     )
     lines = [facts, f"{result['device']['name']}; DeepSeek-V4 of transformers, tiny width"]
-    return processes.document("Cost of the routing pass", lines, report.markdown(headings, rows), last)
+    return report.document("Cost of the routing pass", lines, TABLE.markdown(result["rows"]), last)
 
 
 def _verdict(bars_apply: bool, met: bool) -> str:

@@ -21,8 +21,7 @@ import mhc_inductor
 
 from . import report, running, timing
 from .lists_cases import drawn, mask_of
-from .processes import figure
-from .report import Result, Section, document, facts, sections_of
+from .report import Result, Row, Table, document, facts, sections_of
 from .variants import Clock, Variant, measure
 
 __all__ = ["PARTS", "Run", "Settings", "table", "write"]
@@ -168,19 +167,20 @@ class Run(running.PartRun[Settings]):
                 self.time(sizes, [Variant(what, name, lambda: call)])  # noqa: B023
 
 
-def _rows(result: Result) -> Section:
-    rows, units = [], {"tokens": "tokens", "size": "cubed", "keys": "keys"}
-    for r in result["rows"]:
-        size = next(f"{r[k]} {unit}" for k, unit in units.items() if k in r)
-        time = figure(r, "median_ms", ".4g") or f"failed: {r.get('error', '')}"
-        rows.append([size, r["what"], r["variant"], time, figure(r, "differ", ".2g")])
-    return "Times in ms", ["", "", "variant", "ms", "the two sides differ by"], rows
+def _each(r: Row) -> list[Row]:
+    size = next(f"{r[k]} {unit}" for k, unit in (("tokens", "tokens"), ("size", "cubed"), ("keys", "keys")) if k in r)
+    time = f"{r['median_ms']:.4g}" if "median_ms" in r else f"failed: {r.get('error', '')}"
+    return [r | {"of": size, "time_ms": time}]
+
+
+_CELLS = "{of}|{what}|{variant}|{time_ms}|{differ:.2g}"
+TABLES = {"rows": Table("Times in ms", "||variant|ms|the two sides differ by", _CELLS, _each)}
 
 
 def table(result: Result) -> str:
     """Returns the whole run as Markdown."""
     lines = [*facts(result), f"{result['settings']['timing']}; medians"]
-    return document("The rule's figures", lines, sections_of(result, {"rows": _rows}))
+    return document("The rule's figures benchmark", lines, *sections_of(result, TABLES))
 
 
 write = report.writer(table)

@@ -23,7 +23,7 @@ from . import selection_cases as cases
 from . import selection_peers as peers
 from .accuracy import relative
 from .attention import Named
-from .report import Result, Row, Section, Table
+from .report import Result, Row, Table
 from .selection_cases import Case, Shape, make_case
 from .variants import Clock, Variant, measure
 
@@ -372,7 +372,7 @@ def _apart(r: Row) -> list[Row]:
     return [r | {"also": separate and f"{report.SEPARATELY}: {separate}"}]
 
 
-def _crossing(result: Result) -> Section:
+def _crossing(result: Result) -> str:
     rows = []
     for r in result["crossing"]:
         if report.is_ours(r):
@@ -386,7 +386,7 @@ def _crossing(result: Result) -> Section:
             rows.append([str(r["S"]), str(r["h"]), report.WHAT[r["what"]], *times])
     rows.sort(key=lambda row: (row[2], int(row[1]), int(row[0])))
     headings = ["tokens", "heads a group", "", report.OURS, cases.DENSE, "x dense"]
-    return "Where sparse passes dense: corr, 16 blocks of 64 a query", headings, rows
+    return report.section("Where sparse passes dense: corr, 16 blocks of 64 a query", report.markdown(headings, rows))
 
 
 def _errors(title: str) -> Table:
@@ -442,7 +442,7 @@ def table(result: Result) -> str:
     if "union" in result:
         sizes = ", ".join(f"{n}: {count:g}" for n, count in result["union"].items())
         lines.append(f"blocks that neighbouring queries select together at c1, corr, by their number: {sizes}")
-    return report.document("Selection attention", lines, report.sections_of(result, TABLES))
+    return report.document("Selection attention benchmark", lines, *report.sections_of(result, TABLES))
 
 
 # ---- the pictures

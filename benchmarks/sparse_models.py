@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from . import processes, report, routing, running, sparse_cases
-from .processes import SPENT, Row, counted, figure, met
-from .report import markdown
+from .processes import SPENT, Row
+from .report import Table
 from .source_hash import ROUTING, source_hash
 from .sparse_cases import (
     CASES,
@@ -243,40 +243,42 @@ def _note(row: Row) -> str:
     return "; ".join(said)
 
 
-def _rows(result: Row) -> Iterator[list[str]]:
+def _each(result: Row) -> Iterator[Row]:
     for case in (Case(**made) for made in result["settings"]["cases"]):
         of = {r["variant"]: r for r in result["rows"] if r["case"] == case.name}
         base = of.get(COMPILE, {}).get("median_ms")
         for variant in reversed([v for v in VARIANTS if v in of]):
             row = of[variant]
-            times = f"{base / row['median_ms']:.2f}" if base and "median_ms" in row else ""
-            yield [
-                *(case.model, f"{case.batch} x {case.seq}", case.part, _NAMES[variant]),
-                *(figure(row, "median_ms", ".2f"), times, figure(row, "peak_gib", ".2f")),
-                *(figure(row, "compile_s", ".1f"), figure(row, "error_logits", ".2g")),
-                *(figure(row, "error_gradients", ".2g"), _note(row)),
-            ]
+            times = base / row["median_ms"] if base and "median_ms" in row else None
+            named = {"model": case.model, "tokens": f"{case.batch} x {case.seq}", "run_by": _NAMES[variant]}
+            yield row | named | {"times": times, "said": _note(row)}
+
+
+def _routed(row: Row) -> list[Row]:
+    of, reasons = row["routing"], "; ".join(row.get("reasons", [])).replace("|", "/")
+    ops = Counter({**of["routed"], **of["fused"]})
+    return [{"case": row["case"], "ops": ops or "nothing", "seconds": of["seconds"], "reasons": reasons}]
+
+
+_FIGURES = "{median_ms:.2f}|{times:.2f}|{peak_gib:.2f}|{compile_s:.1f}|{error_logits:.2g}|{error_gradients:.2g}"
+ROWS = Table(
+    "",
+    "model|tokens||run by|ms|x torch.compile|peak, GiB|compile, s|error, logits|error, gradients|note",
+    f"{{model}}|{{tokens}}|{{part}}|{{run_by}}|{_FIGURES}|{{said}}",
+)
+VERDICTS = Table(
+    "", "case|of this package||bar|goal", "{case}|{what}|{value:.2f}|{bar:g} {yes_bar}|{goal:g} {yes_goal}"
+)
+ROUTED = Table("", "case|routed|seconds of routing|near misses", "{case}|{ops}|{seconds:.2f}|{reasons}", _routed)
 
 
 def _parts(result: Row) -> Iterator[str]:
-    headings = ["model", "tokens", "", "run by", "ms", "x torch.compile", "peak, GiB", "compile, s"]
-    yield markdown([*headings, "error, logits", "error, gradients", "note"], [*_rows(result)])
-    if result["verdicts"]:
-        rows = [
-            [v["case"], v["what"], f"{v['value']:.2f}", met(v, "bar", "g"), met(v, "goal", "g")]
-            for v in result["verdicts"]
-        ]
-        yield markdown(["case", "of this package", "", "bar", "goal"], rows)
+    yield ROWS.markdown(_each(result))
+    yield VERDICTS.markdown(result["verdicts"])
     for e in result["errors"]:
         if e["within"] is False:
             yield f"- **error out of bounds**: {e['case']}, {e['what']}: {e['value']:.2g} > {e['bound']:.2g}"
-    rows = []
-    for r in (r for r in result["rows"] if "routing" in r):
-        ops = counted(Counter({**r["routing"]["routed"], **r["routing"]["fused"]}), "nothing")
-        reasons = "; ".join(r.get("reasons", [])).replace("|", "/")
-        rows.append([r["case"], ops, f"{r['routing']['seconds']:.2f}", reasons])
-    if rows:
-        yield markdown(["case", "routed", "seconds of routing", "near misses"], rows)
+    yield ROUTED.markdown(r for r in result["rows"] if "routing" in r)
 
 
 def table(result: Row) -> str:
@@ -287,7 +289,7 @@ def table(result: Row) -> str:
         "medians of calls on the host's clock; each job in a process of its own with cold caches",
         "errors: relative, against the same weights run eagerly in fp32",
     ]
-    return processes.document("Models with sparse attention, end to end", lines, *_parts(result))
+    return report.document("Models with sparse attention, end to end", lines, *_parts(result))
 
 
 write = report.writer(table)

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from ..processes import Row, document, figure
-from ..report import markdown
+from ..processes import Row, figure
+from ..report import document, markdown, section, yes
 from .failures import DEAD
 from .jobs import Job, Outcome
 from .rank import worst
@@ -113,7 +113,7 @@ _FOUND = {
 
 # --- the table ----------------------------------------------------------------------------------------------
 
-Part = tuple[str, Sequence[str], list[list[str]]]
+Part = tuple[str, str, Iterable[list[str]]]
 
 
 def table(result: Row) -> str:
@@ -127,9 +127,9 @@ def table(result: Row) -> str:
         f"{result.get('seconds', 0)} s in all; jobs that only check ran side by side, measured ones alone",
     ]
     lines += [result["notice"]] if result["notice"] else []
-    tables = [("Jobs", ("job", "result", "seconds"), [_ended_how(job) for job in jobs]), *_parts(jobs)]
-    parts = [f"## {title}\n\n{markdown(list(headings), rows)}" for title, headings, rows in tables if rows]
-    return document("Several GPUs", lines, *parts)
+    tables = [("Jobs", "job|result|seconds", map(_ended_how, jobs)), *_parts(jobs), *_failures(jobs)]
+    made = [(title, headings.split("|"), list(rows)) for title, headings, rows in tables]
+    return document("Several GPUs", lines, *(section(title, markdown(*of)) for title, *of in made if of[1]))
 
 
 def _ended_how(job: Row) -> list[str]:
@@ -145,29 +145,31 @@ def _found(jobs: list[Row], part: str, has: str) -> list[tuple[Row, Row]]:
 
 
 def _parts(jobs: list[Row]) -> Iterator[Part]:
-    headings: Sequence[str] = ("job", "done", "failed", "messages of inputs without a kernel")
-    yield "Checks on every rank", headings, [_checked(job, row) for job, row in _found(jobs, "checks", "failed")]
+    headings = "job|done|failed|messages of inputs without a kernel"
+    yield "Checks on every rank", headings, (_checked(job, row) for job, row in _found(jobs, "checks", "failed"))
     variants = [pair for _, row in _found(jobs, "fsdp", "variants") for pair in row["variants"].items()]
-    headings = ("variant", "loss", "largest relative difference", "equal bits", "routed", "graphs")
-    rows = [_losses(name, row) for name, row in variants if "difference" in row]
+    headings = "variant|loss|largest relative difference|equal bits|routed|graphs"
+    rows = (_losses(name, row) for name, row in variants if "difference" in row)
     yield "Losses against one rank that trains on all batches", headings, rows
-    headings = ("trained", "losses equal in bits", "checkpoints")
-    rows = [
-        [f"{len(r['losses'] or ())} steps", "yes" if r["nothing_lost"] else "**no**", ", ".join(r["checkpoints"])]
-        for _, r in _found(jobs, "fsdp", "nothing_lost")
-    ]
-    yield "examples/train_fsdp.py, killed and resumed", headings, rows
+    rows = (_resumed(row) for _, row in _found(jobs, "fsdp", "nothing_lost"))
+    yield "examples/train_fsdp.py, killed and resumed", "trained|losses equal in bits|checkpoints", rows
     yield from (_scaling(row, len(job["processes"])) for job, row in _found(jobs, "scaling", "rows"))
     context = [row for _, row in _found(jobs, "context", "rows")]
-    headings = ("operator", "", "ms", "against one rank", "MB sent a rank", "peak MB", "bits of outputs")
-    rows = [cells for row in context for r in row["rows"] for cells in _context(row["operator"], r)]
     title = f"Context parallelism at {', '.join(sorted({str(row['tokens']) for row in context}))} tokens"
-    yield title, (*headings, "error of gradients"), rows
+    headings = "operator||ms|against one rank|MB sent a rank|peak MB|bits of outputs|error of gradients"
+    yield title, headings, (cells for row in context for r in row["rows"] for cells in _context(row["operator"], r))
+
+
+def _failures(jobs: list[Row]) -> Iterator[Part]:
     deaths = [j for j in jobs if j["found"] and j["part"] == "failures" and j["job"].startswith("a rank dies")]
-    yield "A rank that dies", ("job", "rank", "error", "seconds"), [cells for job in deaths for cells in _dead(job)]
-    headings = ("devices", "losses", "gradients differ by", "bits of ops")
-    rows = [_devices(row) for _, row in _found(jobs, "failures", "devices")]
-    yield "Several devices in one process", headings, rows
+    yield "A rank that dies", "job|rank|error|seconds", (cells for job in deaths for cells in _dead(job))
+    rows = (_devices(row) for _, row in _found(jobs, "failures", "devices"))
+    yield "Several devices in one process", "devices|losses|gradients differ by|bits of ops", rows
+
+
+def _resumed(row: Row) -> list[str]:
+    equal = "yes" if row["nothing_lost"] else "**no**"
+    return [f"{len(row['losses'] or ())} steps", equal, ", ".join(row["checkpoints"])]
 
 
 def _checked(job: Row, row: Row) -> list[str]:
@@ -189,7 +191,7 @@ def _scaling(row: Row, ranks: int) -> Part:
     rows = []
     for r in row["rows"]:
         judged = r["variant"] in (*POLICIES, "DDP") and ranks == BAR_RANKS
-        verdict = ("met" if r["ratio"] >= BAR else "**not met**") if judged else ""
+        verdict = yes(r["ratio"] >= BAR) if judged else ""
         speed = f"{r['tokens_a_second_a_rank']:,.0f}"
         rows.append([r["variant"], f"{r['median_ms']:.2f}", speed, f"{r['ratio']:.3f}", verdict])
     size = row["size"]
@@ -197,8 +199,7 @@ def _scaling(row: Row, ranks: int) -> Part:
         f"Weak scaling on {ranks} ranks: D = {size['dim']}, {size['layers']} layers, {row['parameters'] / 1e6:.0f} M "
         f"parameters, {size['batch']} x {size['seq']} tokens a rank"
     )
-    bar = f"bar {BAR} on {BAR_RANKS}"
-    return title, ("variant", "ms a step", "tokens a second a rank", "of one rank alone", bar), rows
+    return title, f"variant|ms a step|tokens a second a rank|of one rank alone|bar {BAR} on {BAR_RANKS}", rows
 
 
 def _context(operator: str, r: Row) -> Iterator[list[str]]:

@@ -23,7 +23,7 @@ import torch
 
 from .. import environment, processes, running
 from ..processes import Row, figure
-from ..report import facts, markdown, writer
+from ..report import document, facts, markdown, writer
 from ..source_hash import source_hash
 from . import cell
 from .cell import NAMED, RIGHT, STRICT, WAYS, WIDE, WRONG
@@ -220,7 +220,7 @@ def table(result: Row) -> str:
     parts = [markdown(["", *small], grid), "## Published widths, 8192 tokens"]
     parts += [markdown(["model", "", "run by", "ms", "peak, GiB", "loss", ""], rows)]
     last = "\n".join(f"{n}. {why}" for why, n in notes.items())
-    return processes.document("Ways to train and serve, against eager", lines, *parts, last)
+    return document("Ways to train and serve, against eager", lines, *parts, last)
 
 
 write = writer(table)
