@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mhc_inductor
 
-from . import accuracy, running
+from . import accuracy, running, variants
 from .report import Row
 from .variants import Variant
 
@@ -160,7 +160,7 @@ def finite(got: Named) -> bool:
     return all(bool(t.isfinite().all()) for k, t in got.items() if k != "lse")
 
 
-class Run(running.PartRun[running.S]):
+class Run(variants.Run[running.S]):
     """A run of attention."""
 
     timed_parts = True

@@ -18,12 +18,12 @@ import torch
 
 from mhc_inductor.ops.e79 import segment_length
 
-from . import accuracy, report, running, timing
+from . import accuracy, report, running, timing, variants
 from . import e79_cases as cases
 from .e79_cases import Case, make_case
 from .report import Result, Row, Table, us, yes
 from .routing import summary, watched
-from .variants import CPU_ROUNDS, FixedClock, Variant, chained, measure
+from .variants import CPU_ROUNDS, FixedClock, Variant, chained
 
 GPU_PARTS = ("speed", "batch", "further", "decode", "memory", "accuracy", "determinism")
 CPU_PARTS = ("cpu", "rollup")
@@ -46,7 +46,7 @@ class Settings(running.Settings):
     cpu_parts = CPU_PARTS
 
 
-class Run(running.PartRun[Settings]):
+class Run(variants.Run[Settings]):
     operator, unit = "e79", "microseconds a time step"
     lists = ("rows", "batch", "further", "decode", "memory", "accuracy", "determinism", "cpu", "rollup")
     how = f"{running.REPLAYED}; the Python loop is called, not replayed"
@@ -99,23 +99,19 @@ class Run(running.PartRun[Settings]):
 
     # ---- running
 
-    def time(self, variants: list[Variant], rows: list[Row]) -> None:
-        """Builds, times and checks the variants of one group; appends their rows."""
-        made = [_header(v) for v in variants]
-        calls = {id(row): v.calls for v, row in zip(variants, made, strict=True)}
-        clock = FixedClock(self.device, self.flush, self.s.rounds if self.gpu else min(CPU_ROUNDS, self.s.rounds))
-        figures = lambda row, t: self.add_figures(row, t, calls[id(row)])  # noqa: E731
-        sizes = ", ".join(f"n = {n}, B = {b}, T = {t}" for n, b, t in dict.fromkeys(v.case.sizes for v in variants))
-        measure(clock, variants, made, figures, None, lambda text: self.report(f"{text}, {sizes}"))
-        rows.extend(made)
+    def clock(self) -> FixedClock:
+        return FixedClock(self.device, self.flush, self.s.rounds if self.gpu else min(CPU_ROUNDS, self.s.rounds))
 
-    def add_figures(self, row: Row, t: timing.Timing, calls: int) -> None:
+    def time(self, found: list[Variant], to: str) -> None:
+        """Builds, times and checks the variants of one group; appends their rows."""
+        sizes = ", ".join(f"n = {n}, B = {b}, T = {t}" for n, b, t in dict.fromkeys(v.case.sizes for v in found))
+        self.timed(to, sizes, found, _header, self.add_figures)
+
+    def add_figures(self, row: Row, t: timing.Timing) -> None:
         """Adds to a row the call's times divided by T, and the bars if it has any."""
-        row |= t.over(calls * row["T"]).as_json()
+        row |= t.over(row["T"]).as_json()
         record = (row["B"], row["T"], row["dtype"], row["bias"]) == (cases.BATCH, cases.STEPS, "float32", "fixed")
-        target = cases.TARGETS.get((row["what"], row["n"]))
-        if target is not None and record and row["variant"] in ("ops", "compiled"):
-            row |= target.of(row, self.bars_apply)
+        self.add_bars(row, cases.TARGETS.get((row["what"], row["n"])) if record else None, ("ops", "compiled"))
 
     def tidy(self) -> None:
         torch.compiler.reset()
@@ -130,19 +126,19 @@ class Run(running.PartRun[Settings]):
             variants = list(self.ours(case, True))
             if n == self.some_sizes()[0]:
                 variants += self.eager_loop(case.first(min(LOOP_STEPS, case.sizes[2])))
-            self.time(variants, self.result["rows"])
+            self.time(variants, "rows")
             self.tidy()
 
     def batch(self) -> None:
         """Measures the time by B, which should be flat up to one sequence per multiprocessor."""
         for n in self.some_sizes():
             group = [v for b in cases.BATCHES for v in self.ours(self.case(n, b), False)]
-            self.time([dataclasses.replace(v, check=None) for v in group], self.result["batch"])
+            self.time([dataclasses.replace(v, check=None) for v in group], "batch")
 
     def further(self) -> None:
         """Measures the dtypes and bias modes that have no bars."""
         for kwargs in cases.FURTHER:
-            self.time(list(self.ours(self.case(self.some_sizes()[0], **kwargs), False)), self.result["further"])
+            self.time(list(self.ours(self.case(self.some_sizes()[0], **kwargs), False)), "further")
 
     def decode(self) -> None:
         """Measures one step from given states: a single call, and a chain of calls that pass on their states."""
@@ -156,7 +152,7 @@ class Run(running.PartRun[Settings]):
             for batch in (1, cases.BATCH):
                 case = make_case(n, self.s.batch or batch, 1, self.device, states=True)
                 cold = list(self.ours(case, True, ("fwd",)))
-                self.time(cold + [chain(v) for v in cold if self.gpu], self.result["decode"])
+                self.time(cold + [chain(v) for v in cold if self.gpu], "decode")
             self.tidy()
 
     def memory(self) -> None:
@@ -210,7 +206,7 @@ class Run(running.PartRun[Settings]):
         n, batch, steps = cases.CPU_SHAPE
         with running.threads(cases.CPU_THREADS):
             case = self.case(n if n in self.s.sizes else self.some_sizes()[0], batch, steps)
-            self.time([*self.ours(case, True), *self.eager_loop(case)], self.result["cpu"])
+            self.time([*self.ours(case, True), *self.eager_loop(case)], "cpu")
         eager = {r["what"]: r["median_us"] for r in self.result["cpu"] if r["variant"] == cases.EAGER}
         for r in self.result["cpu"]:
             if "median_us" in r and r["what"] in eager:
@@ -229,8 +225,7 @@ class Run(running.PartRun[Settings]):
 
 def _header(v: Variant) -> Row:
     n, batch, steps = v.case.sizes
-    row: Row = {"what": v.what, "variant": v.variant, "n": n, "B": batch, "T": steps}
-    return row | {"dtype": str(v.case.kvqm.dtype).removeprefix("torch."), "bias": v.case.bias}
+    return {"n": n, "B": batch, "T": steps, "dtype": str(v.case.kvqm.dtype).removeprefix("torch."), "bias": v.case.bias}
 
 
 def rolled_up(case: Case) -> Row:

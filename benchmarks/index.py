@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of index scores and of the keys that they choose: its rows, how one run measures them, its tables.
 
-Long calls get fewer rounds; a peer's call above ``LONG_US`` is timed once, on the host's clock.
+Long calls get fewer rounds; a peer's call above ``long_us`` is timed once, on the host's clock.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
-from . import accuracy, report, running, timing
+from . import accuracy, report, running, timing, variants
 from . import index_cases as cases
 from .attention import sample_of
 from .index_cases import BOTH, COMPILE, LOSS, SCORES, TORCH_TOPK, Case, Shape, make_case
 from .report import Result, Row, Table
-from .variants import Clock, Variant, measure
+from .variants import Variant
 
 PARTS = ("speed", "errors", "memory")
 QUICK = {"parts": ("speed", "errors"), "peers": False}
-LONG_US = 200e3
 SAMPLED = 48
 
 
@@ -33,21 +32,17 @@ class Settings(running.Settings):
     budget_s: float = 50.0
 
 
-class Run(running.PartRun[Settings]):
+class Run(variants.Run[Settings]):
     operator = "index"
     lists = ("rows", "errors", "determinism", "memory")
     kept = ("parts", "peers", "seed", "budget_s", "small", "threads")
     small_on_cpu = True
+    long_us = 200e3
 
     def time(self, case: Case, found: list[Variant]) -> None:
-        """Builds, times and checks variants of one case; appends their rows and writes the result."""
-        made = [{**dataclasses.asdict(case.shape), "what": v.what, "variant": v.variant} for v in found]
-        clock = Clock(self.device, self.flush, self.s.rounds, LONG_US)
         figures = functools.partial(self.add_figures, case.shape)
-        finite = lambda row, got: {"finite": written(got)}  # noqa: E731
-        measure(clock, found, made, figures, finite, lambda text: self.report(f"{case.shape.name}: {text}"))
-        self.result["rows"].extend(made)
-        self.save(self.result)
+        sizes = dataclasses.asdict(case.shape)
+        self.timed("rows", case.shape.name, found, lambda _: sizes, figures, lambda _, got: {"finite": written(got)})
 
     def add_figures(self, shape: Shape, row: Row, t: timing.Timing) -> None:
         """Adds to a row its times and rate, and the bars if it has any."""
@@ -55,9 +50,7 @@ class Run(running.PartRun[Settings]):
         if self.gpu and row["what"] == SCORES:
             pairs = shape.tokens * (shape.tokens + 1) // 2
             row["tflops"] = round(2 * pairs * shape.heads * shape.dim / row["median_us"] / 1e6, 1)
-        target = cases.TARGETS.get((shape.name, row["what"]))
-        if target is not None and row["variant"] == "ops" and not self.s.small:
-            row |= target.of(row, self.bars_apply)
+        self.add_bars(row, cases.TARGETS.get((shape.name, row["what"])))
 
     # ---- parts
 

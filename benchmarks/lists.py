@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of selection attention over lists of keys: its rows, how one run measures them, its tables and picture.
 
-A peer's call above ``LONG_US`` is timed once, on the host's clock. The result is written after every case. What the run
+A peer's call above ``long_us`` is timed once, on the host's clock. The result is written after every case. What the run
 has no time for is a row with the reason, and the run is not complete; a later one goes on from its file.
 """
 
@@ -24,11 +24,10 @@ from .accuracy import relative
 from .attention import Named
 from .lists_cases import Case, Shape, make_case
 from .report import Result, Row, Table
-from .variants import Clock, Variant, measure
+from .variants import Variant
 
 PARTS = ("speed", "errors", "memory", "crossing", "peers")
 QUICK = {"parts": ("speed", "errors"), "rounds": 8}
-LONG_US = 200e3
 SAMPLED, CHECKED = 32, 8
 LISTS_OF = {
     "speed": ("rows",),
@@ -71,6 +70,7 @@ class Run(attention.Run[Settings]):
     lists = tuple(name for names in LISTS_OF.values() for name in names)
     kept = ("parts", "shapes", "seed", "budget_s", "small", "threads")
     small_on_cpu = True
+    long_us = 200e3
 
     def __init__(self, settings: Settings, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
         super().__init__(settings, save, report)
@@ -119,9 +119,8 @@ class Run(attention.Run[Settings]):
 
     # ---- running
 
-    def time(self, case: Case, found: list[Variant], rows: list[Row], pairs: int) -> None:
+    def time(self, case: Case, found: list[Variant], to: str, pairs: int) -> None:
         """Builds, times and checks variants of one case; appends their rows and writes the result."""
-        made = [_header(case.shape, v.what, v.variant) for v in found]
         at = attention.sample_of(case.shape.queries, CHECKED, self.device)
         want = attention.exact(case, at)
 
@@ -132,30 +131,22 @@ class Run(attention.Run[Settings]):
             errors = {n: relative(t, want[n]) for n, t in attention.picked(got, at).items() if n != "lse"}
             return added | {f"{n}_error": e for n, e in errors.items()}
 
-        clock = Clock(self.device, self.flush, self.s.rounds, LONG_US)
-        name = f"{case.shape.name}, {case.shape.entries} keys: "
-        figures = lambda row, t: self.add_figures(case.shape, row, t, pairs)  # noqa: E731
-        try:
-            measure(clock, found, made, figures, check, lambda text: self.report(name + text))
-        finally:  # what failed may have taken the device with it
-            rows.extend(r for r in made if _ended(r))
-            self.save(self.result)
+        name = f"{case.shape.name}, {case.shape.entries} keys"
+        figures = functools.partial(self.add_figures, case.shape, pairs)
+        self.timed(to, name, found, lambda v: _header(case.shape, v.what, v.variant), figures, check)
 
-    def add_figures(self, shape: Shape, row: Row, t: timing.Timing, pairs: int) -> None:
+    def add_figures(self, shape: Shape, pairs: int, row: Row, t: timing.Timing) -> None:
         """Adds to a row its times and rate."""
         row |= t.in_ms()
         if row["variant"] not in cases.OTHER_KEYS and self.gpu:
             row["tflops"] = round(cases.operations(shape, pairs, row["what"]) / row["median_us"] / 1e6, 1)
 
-    def add_bars(self, row: Row) -> None:
-        """Adds to a row of the op the bars that it has."""
+    def add_published(self, row: Row) -> None:
+        """Adds to a row of the op the bars and the figures of others that it has."""
         key = (row["case"], row["what"])
-        if "median_us" not in row or not self.gpu or self.s.small:
-            return
-        if key in cases.PUBLISHED:
-            row["published"] = cases.PUBLISHED[key]
-        if key in cases.TARGETS:
-            row |= cases.TARGETS[key].of(row, self.bars_apply)
+        if "median_us" in row and self.gpu:
+            self.add_bars(row, cases.TARGETS.get(key))
+            row |= {"published": cases.PUBLISHED[key]} if key in cases.PUBLISHED and not self.s.small else {}
 
     # ---- parts
 
@@ -164,9 +155,9 @@ class Run(attention.Run[Settings]):
         for shape in self.shapes:
             case = make_case(shape, self.device)
             found = [self.ours(case, what) for what in self.whats(shape)]
-            self.time(case, found, self.result["rows"], case.pairs)
+            self.time(case, found, "rows", case.pairs)
         for row in self.result["rows"]:
-            self.add_bars(row)
+            self.add_published(row)
 
     def peers(self) -> None:
         """Measures the other implementations at the same shapes next to the op, and how many times as long they take."""
@@ -194,7 +185,7 @@ class Run(attention.Run[Settings]):
             if name != "ops" and before is not None and "error" in before:
                 self.result[part].append(before)  # not again: it may have ended the earlier run
             elif name == "ops" or not self.spent:
-                self.time(case, [self.variant(case, what, name)], self.result[part], pairs)
+                self.time(case, [self.variant(case, what, name)], part, pairs)
 
     def compare(self, name: str, what: str) -> None:
         """Adds to the op's row of the peers how many times as long each of them takes."""
@@ -217,10 +208,9 @@ class Run(attention.Run[Settings]):
                 self.place("crossing", wanted, functools.partial(self.crossing_at, shapes))
 
     def crossing_at(self, shapes: list[Shape]) -> None:
-        rows = self.result["crossing"]
         for shape in shapes:
             case = make_case(shape, self.device)
-            self.time(case, [self.ours(case, what) for what in ("fwd", "fb")], rows, case.pairs)
+            self.time(case, [self.ours(case, what) for what in ("fwd", "fb")], "crossing", case.pairs)
         for what in ("fwd", "fb"):
             self.each("crossing", case, what, shapes[-1].dense, 0)
 

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from . import environment, report, running, timing
+from . import environment, report, running, timing, variants
 from . import mhc_calls as calls
 from . import mhc_cases as cases
 from .accuracy import equal_bits
 from .mhc_cases import Inputs, Named, make_inputs
 from .report import Result, Row, Table, us, yes
-from .variants import FixedClock, Variant, chained, measure
+from .variants import FixedClock, Variant, chained
 
 DIMS = (2560, 4096, 7168)
 CPU_TOKENS, CPU_DIM = 64, 256
@@ -71,19 +71,33 @@ def device_alive(device: torch.device) -> bool:
     return True
 
 
+class Excluded(Exception):
+    """Raised in place of a variant that an earlier process has failed at, with its failure."""
+
+
 @dataclasses.dataclass
 class _Clock(FixedClock):
     key: Callable[[Variant], str] = str
+    exclude: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def runnable(self, v: Variant, row: Row) -> timing.Runnable:
+        if self.key(v) in self.exclude:
+            raise Excluded(self.exclude[self.key(v)])
+        return super().runnable(v, row)
 
     def failure(self, v: Variant, e: BaseException) -> Row:
+        if isinstance(e, Excluded):
+            return {"error": str(e)}
         if not device_alive(self.device):
             raise DeviceLost(self.key(v), running.message(e)) from e
         return super().failure(v, e)
 
 
-class Run(running.PartRun[Settings]):
+class Run(variants.Run[Settings]):
     operator, notice, unit = "mhc", CPU_NOTICE, None
     lists = ("rows", "decode", "memory", "accuracy", "determinism")
+    at = ""
+    """The group that is measured."""
     moved = False
     """Whether a new process has measured the groups that were left."""
 
@@ -166,33 +180,25 @@ class Run(running.PartRun[Settings]):
 
     # ---- running
 
-    def time(self, group: str, variants: list[Variant], rows: list[Row]) -> None:
-        """Builds, times and checks the variants of one group; appends their rows."""
-
+    def clock(self) -> FixedClock:
         def key(v: Variant) -> str:
-            return f"{group}/{v.what}/{v.variant}" + (f"@{v.case.x.shape[0]}" if group == "decode" else "")
+            return f"{self.at}/{v.what}/{v.variant}" + (f"@{v.case.x.shape[0]}" if self.at == "decode" else "")
 
-        made = [row_header(v) for v in variants]
-        for v, row in zip(variants, made, strict=True):
-            row |= {"error": self.s.exclude[key(v)]} if key(v) in self.s.exclude else {}
-        chosen = [(v, row) for v, row in zip(variants, made, strict=True) if "error" not in row]
-        count = {id(row): v.calls for v, row in chosen}
+        return _Clock(self.device, self.flush, self.s.rounds, key=key, exclude=self.s.exclude)
 
-        def figures(row: Row, t: timing.Timing) -> None:
-            row |= _figures(row, t, count[id(row)], self.bars_apply)
-
-        clock = _Clock(self.device, self.flush, self.s.rounds, key=key)
-        shape = f"{variants[0].case.x.shape[0]} tokens, D = {variants[0].case.x.shape[-1]}"
-        say = lambda text: self.report(f"{group}: {text} at {shape}")  # noqa: E731
-        measure(clock, [v for v, _ in chosen], [row for _, row in chosen], figures, None, say)
-        rows.extend(made)
+    def time(self, found: list[Variant], to: str) -> None:
+        """Builds, times and checks the variants of one group; appends their rows."""
+        tokens, _, dim = found[0].case.x.shape
+        figures = lambda row, t: row.update(_figures(row, t, self.bars_apply))  # noqa: E731
+        self.timed(to, f"{self.at}, {tokens} tokens, D = {dim}", found, row_header, figures)
 
     def group(self, name: str) -> None:
         torch.compiler.reset()
+        self.at = name
         if name == "npu" or name.isdigit():
             dim, npu = (4096, True) if name == "npu" else (int(name), False)
             i = self.inputs(*self.tokens_and_dim(cases.TOKENS, dim), npu=npu)
-            self.time(name, list(self.case_variants(i, "npu_" if npu else "")), self.result["rows"])
+            self.time(list(self.case_variants(i, "npu_" if npu else "")), "rows")
         elif name == "memory" and not self.gpu:
             self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
         else:
@@ -208,7 +214,7 @@ class Run(running.PartRun[Settings]):
         for wanted in DECODE_TOKENS:
             every = self.case_variants(self.inputs(*self.tokens_and_dim(wanted, DECODE_DIM)), compiled_peer=False)
             cold = [v for v in every if not v.what.endswith("fb") and v.variant != TWO_OPS]
-            self.time("decode", cold + [chain(v) for v in cold if self.gpu], self.result["decode"])
+            self.time(cold + [chain(v) for v in cold if self.gpu], "decode")
 
     def memory(self) -> None:
         """Measures the peak memory of forward + backward above inputs and outputs, in MB (10^6 bytes)."""
@@ -308,9 +314,9 @@ def _no_grad(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def row_header(v: Variant) -> Row:
-    """Returns what names a row, the floor of its time, and its bars if it has any."""
+    """Returns the sizes of a row, the floor of its time, and its bars if it has any."""
     tokens, _, dim = v.case.x.shape
-    row: Row = {"what": v.what, "variant": v.variant, "tokens": tokens, "n": cases.N, "dim": dim}
+    row: Row = {"tokens": tokens, "n": cases.N, "dim": dim}
     row["floor_us"] = cases.floor_us(v.what, tokens, dim, phi=tokens < 1024)
     target = cases.TARGETS.get((v.what, dim)) if tokens == cases.TOKENS else None
     if target is not None:
@@ -319,9 +325,8 @@ def row_header(v: Variant) -> Row:
     return row
 
 
-def _figures(row: Row, t: timing.Timing, count: int, bars_apply: bool) -> Row:
-    """Returns the figures of one row; the times of a chain are divided by its number of calls."""
-    t = t.over(count)
+def _figures(row: Row, t: timing.Timing, bars_apply: bool) -> Row:
+    """Returns the figures of one row."""
     out = {**t.as_json(), "ratio_to_floor": round(t.median / row["floor_us"], 4)}
     if bars_apply and row.get("bar_us") is not None and row["variant"] in ("ops", "compiled"):
         out["met_bar"] = t.median <= row["bar_us"]

@@ -19,10 +19,10 @@ from torch import Tensor
 
 import mhc_inductor
 
-from . import report, running, timing
+from . import report, running, timing, variants
 from .lists_cases import drawn, mask_of
 from .report import Result, Row, Table, document, facts, sections_of
-from .variants import Clock, Variant, measure
+from .variants import Variant
 
 __all__ = ["PARTS", "Run", "Settings", "table", "write"]
 PARTS = ("sides", "product", "written")
@@ -113,19 +113,14 @@ def written(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor) -> Tens
     return p[..., :-1].to(v.dtype) @ v
 
 
-class Run(running.PartRun[Settings]):
+class Run(variants.Run[Settings]):
     operator, lists, kept, small_on_cpu = "rule", ("rows",), ("parts", "seed", "small"), True
 
-    def time(self, sizes: dict[str, Any], found: list[Variant]) -> None:
-        made = [{**sizes, "what": v.what, "variant": v.variant} for v in found]
-
-        def finite(row: dict[str, Any], out: Any) -> dict[str, Any]:
+    def time(self, sizes: Row, found: list[Variant]) -> None:
+        def finite(row: Row, out: Any) -> Row:
             return {"finite": all(bool(t.isfinite().all()) for t in timing.tensors(out))}
 
-        clock = Clock(self.device, self.flush, self.s.rounds)
-        measure(clock, found, made, lambda row, t: row.update(t.in_ms()), finite, self.report)
-        self.result["rows"].extend(made)
-        self.save(self.result)
+        self.timed("rows", "rule", found, lambda _: sizes, lambda row, t: row.update(t.in_ms()), finite)
 
     # ---- parts
 

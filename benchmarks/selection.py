@@ -7,6 +7,7 @@ The variants of a case take turns; long calls get fewer rounds. A failing varian
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 import statistics
@@ -25,7 +26,7 @@ from .accuracy import relative
 from .attention import Named
 from .report import Result, Row, Table
 from .selection_cases import Case, Shape, make_case
-from .variants import Clock, Variant, measure
+from .variants import Variant
 
 GPU_PARTS = ("speed", "crossing", "errors", "memory", "layers")
 CPU_PARTS = ("cpu", "cpu_dense")
@@ -111,26 +112,16 @@ class Run(attention.Run[Settings]):
 
     # ---- running
 
-    def time(self, case: Case, found: list[Variant], rows: list[Row]) -> None:
+    def time(self, case: Case, found: list[Variant], to: str) -> None:
         """Builds, times and checks the variants of one case; appends their rows."""
-        made = [_header(case, v) for v in found]
-        measure(
-            Clock(self.device, self.flush, self.s.rounds),
-            found,
-            made,
-            lambda row, t: self.add_figures(case, row, t),
-            lambda row, got: self.checked(case, row, got),
-            lambda text: self.report(f"{case.shape.name} {case.select}: {text}"),
-        )
+        figures, check = functools.partial(self.add_figures, case), functools.partial(self.checked, case)
+        made = self.timed(to, f"{case.shape.name} {case.select}", found, lambda _: _header(case), figures, check)
         self.compare(case, made)
-        rows.extend(made)
 
     def add_figures(self, case: Case, row: Row, t: timing.Timing) -> None:
         """Adds to a row its times, and the bars if it has any."""
         row |= t.in_ms()
-        target = cases.target(case.shape.name, row["what"], case.select)
-        if target is not None and row["variant"] == "ops" and not self.s.small:
-            row |= target.of(row, self.bars_apply)
+        self.add_bars(row, cases.target(case.shape.name, row["what"], case.select))
 
     def checked(self, case: Case, row: Row, got: Named) -> Row:
         """Checks that outputs are finite; for our op and flash-linear-attention compares sampled queries with fp64."""
@@ -166,7 +157,7 @@ class Run(attention.Run[Settings]):
         """Measures the shapes that have bars, a few thousand tokens, and single keys, next to other implementations."""
         for shape, select, others in cases.SPEED:
             case = make_case(self.sized(shape), select, self.device)
-            self.time(case, self.variants(case, others), self.result["rows"])
+            self.time(case, self.variants(case, others), "rows")
             if select == "corr" and shape.name == cases.C1.name:
                 self.result["union"] = union_sizes(case)
         self.save(self.result)
@@ -184,7 +175,7 @@ class Run(attention.Run[Settings]):
                     self.result["skipped"][f"crossing at {shape.name}"] = running.SPENT
                 else:
                     case = make_case(shape, "corr", self.device)
-                    self.time(case, self.variants(case, (cases.DENSE,)), self.result["crossing"])
+                    self.time(case, self.variants(case, (cases.DENSE,)), "crossing")
         self.save(self.result)
 
     def errors(self) -> None:
@@ -249,7 +240,7 @@ class Run(attention.Run[Settings]):
         with running.threads(cases.CPU_THREADS):
             for shape in map(self.sized, cases.CPU_SHAPES):
                 case = make_case(shape, "corr", self.device, dtype=F32)
-                self.time(case, self.variants(case, (cases.MASKED,)), self.result["cpu"])
+                self.time(case, self.variants(case, (cases.MASKED,)), "cpu")
 
     def cpu_dense(self) -> None:
         """Measures the op next to dense causal SDPA by length on two threads, and errors against fp64."""
@@ -278,7 +269,7 @@ class Run(attention.Run[Settings]):
         of_dense = {v.what: t for v, t in zip(variants, times, strict=True) if v.variant == cases.CPU_DENSE}
         rows = []
         for v, t in zip(variants, times, strict=True):
-            row = _header(v.case, v) | t.as_json()
+            row = {"what": v.what, "variant": v.variant} | _header(v.case) | t.as_json()
             if v.variant == cases.CPU_DENSE:
                 row["select"] = "all"
             else:
@@ -293,11 +284,11 @@ class Run(attention.Run[Settings]):
         return rows
 
 
-def _header(case: Case, v: Variant) -> Row:
+def _header(case: Case) -> Row:
     s = case.shape
-    row: Row = {"case": s.name, "select": case.select, "what": v.what, "variant": v.variant}
-    row |= {"B": s.batch, "S": s.queries, "S_kv": s.length, "G": s.groups, "h": s.heads, "D": s.dim}
-    return row | {"ranges": case.ranges.shape[-2], "dtype": str(case.q.dtype).removeprefix("torch.")}
+    row: Row = {"case": s.name, "select": case.select, "B": s.batch, "S": s.queries, "S_kv": s.length}
+    row |= {"G": s.groups, "h": s.heads, "D": s.dim, "ranges": case.ranges.shape[-2]}
+    return row | {"dtype": str(case.q.dtype).removeprefix("torch.")}
 
 
 def _of(case: Case, std: float, queries: int) -> Row:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -157,46 +157,69 @@ def chained(v: Variant, length: int, build: Callable[[], Callable[[], Any]]) -> 
     return dataclasses.replace(v, variant=f"{v.variant}, chain of {length}", build=build, check=None, calls=length)
 
 
-def measure(
-    clock: Clock,
-    variants: Sequence[Variant],
-    rows: Sequence[Row],
-    figures: Callable[[Row, timing.Timing], None],
-    check: Callable[[Row, Any], Row] | None,
-    report: Callable[[str], None],
-) -> None:
-    """Builds, times and checks the variants of one case, and fills their rows.
+Header = Callable[[Variant], Row]
+Figures = Callable[[Row, timing.Timing], None]
+Check = Callable[[Row, Any], Row]
 
-    Args:
-        clock: How they are timed.
-        variants: The variants.
-        rows: A row for each, with what names it.
-        figures: Adds to a row its times.
-        check: Returns what to add to a row for the outputs of a run after they were filled with NaN; None: the errors
-            that the variant's own check finds, if it has one.
-        report: Gets a line for each variant before it is built.
-    """
-    ready: dict[int, Ready] = {}
-    for at, v in enumerate(variants):
-        report(f"preparing {v.what} {v.variant}")
+
+class Run(running.PartRun[running.S]):
+    """A run that times variants."""
+
+    long_us: ClassVar[float] = math.inf
+    """Microseconds above which a peer's call is timed once."""
+
+    def clock(self) -> Clock:
+        return Clock(self.device, self.flush, self.s.rounds, self.long_us)
+
+    def timed(
+        self, to: str, name: str, found: Sequence[Variant], header: Header, figures: Figures, check: Check | None = None
+    ) -> list[Row]:
+        """Builds, times and checks the variants of one case, which take turns, and adds their rows to the result.
+
+        Args:
+            to: The list of the result that gets the rows.
+            name: What the case is called in the lines that say what is prepared.
+            found: The variants.
+            header: Returns what names the row of a variant, in addition to what it is.
+            figures: Adds to a row its times, of one call of a chain.
+            check: Returns what to add to a row for the outputs of a run after they were filled with NaN; None: the
+                errors that the variant's own check finds, if it has one.
+        """
+        rows = [{"what": v.what, "variant": v.variant} | header(v) for v in found]
+        clock, ready = self.clock(), dict[int, Ready]()
         try:
-            ready[at] = clock.runnable(v, rows[at])
-        except Exception as e:
-            rows[at].update(clock.failure(v, e))
-        if at not in ready:
-            running.free(clock.device)  # not in the handler, where the exception still holds tensors
-        rows[at].update({"note": v.note} if v.note else {})
-    for at, t in clock.timed(ready):
-        figures(rows[at], t)
-    for at, r in ready.items():
-        try:
-            if check is not None:
-                rows[at].update(check(rows[at], r.run_poisoned()))
-            elif (own := variants[at].check) is not None:
-                rows[at]["errors"] = own(r.run_poisoned())
-                rows[at]["correct"] = all(e["met"] for e in rows[at]["errors"].values())
-        except Exception as e:
-            rows[at].update(clock.failure(variants[at], e))
-        r.close()
-    ready.clear()
-    running.free(clock.device)
+            for at, v in enumerate(found):
+                self.report(f"{name}: preparing {v.what} {v.variant}")
+                try:
+                    ready[at] = clock.runnable(v, rows[at])
+                except Exception as e:
+                    rows[at].update(clock.failure(v, e))
+                if at not in ready:
+                    running.free(self.device)  # not in the handler, where the exception still holds tensors
+                rows[at].update({"note": v.note} if v.note else {})
+            for at, t in clock.timed(ready):
+                figures(rows[at], t.over(found[at].calls))
+            for at, r in ready.items():
+                try:
+                    self._checked(found[at], rows[at], r, check)
+                except Exception as e:
+                    rows[at].update(clock.failure(found[at], e))
+                r.close()
+            ready.clear()
+            running.free(self.device)
+        finally:  # what failed may have taken the device with it
+            self.result[to].extend(r for r in rows if "median_us" in r or "error" in r)
+            self.save(self.result)
+        return rows
+
+    def _checked(self, v: Variant, row: Row, ready: Ready, check: Check | None) -> None:
+        if check is not None:
+            row.update(check(row, ready.run_poisoned()))
+        elif v.check is not None:
+            row["errors"] = v.check(ready.run_poisoned())
+            row["correct"] = all(e["met"] for e in row["errors"].values())
+
+    def add_bars(self, row: Row, target: running.Target | None, ours: Sequence[str] = ("ops",)) -> None:
+        """Adds to a row of ours its bars, if it has any."""
+        if target is not None and row["variant"] in ours and not self.s.small:
+            row |= target.of(row, self.bars_apply)

@@ -100,9 +100,9 @@ def test_median_and_quartiles() -> None:
 
 def test_a_chain_is_divided_by_its_calls() -> None:
     row = {"floor_us": 1.0, "variant": "ops", "bar_us": 3.0, "goal_us": 2.0, "best_peer_us": None}
-    found = mhc._figures(row, timing.Timing([40.0, 60.0]), 20, True)
+    found = mhc._figures(row, timing.Timing([40.0, 60.0]).over(20), True)
     assert (found["median_us"], found["met_bar"], found["met_goal"]) == (2.5, True, False)
-    assert mhc._figures(row, timing.Timing([math.nan]), 1, True)["met_bar"] is False
+    assert mhc._figures(row, timing.Timing([math.nan]), True)["met_bar"] is False
     calls: list[int] = []
     timing.chain(lambda: calls.append(1), 20)()
     assert len(calls) == 20

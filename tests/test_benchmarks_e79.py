@@ -123,7 +123,7 @@ def test_what_a_run_holds(result: dict[str, Any]) -> None:
 
 def test_times_are_per_step_of_a_chain() -> None:
     row = {"what": "fwd", "variant": "ops", "n": 64, "B": 1, "T": 1, "dtype": "float32", "bias": "fixed"}
-    object.__new__(e79.Run).add_figures(row, timing.Timing([40.0, 60.0]), 20)
+    object.__new__(e79.Run).add_figures(row, timing.Timing([40.0, 60.0]).over(20))
     assert row["median_us"] == 2.5 and "bar_us" not in row
 
 

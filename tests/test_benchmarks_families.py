@@ -410,15 +410,15 @@ def _figures(name: str, runner: Any, row: Row, t: timing.Timing) -> None:
         row |= module(name).row_header(
             module(name).Variant(row["what"], row["variant"], lambda: lambda: None, case=case)
         )
-        row |= module(name)._figures(row, t, 1, runner.bars_apply)
+        row |= module(name)._figures(row, t, runner.bars_apply)
     elif name == "e79":
-        runner.add_figures(row, t, 1)
+        runner.add_figures(row, t)
     elif name == "selection":
         shape = types.SimpleNamespace(name=row["case"])
         runner.add_figures(types.SimpleNamespace(shape=shape, select=row["select"]), row, t)
     elif name == "lists":
-        runner.add_figures(lists_cases.SHAPES[row["case"]], row, t, _pairs(row))
-        runner.add_bars(row)
+        runner.add_figures(lists_cases.SHAPES[row["case"]], _pairs(row), row, t)
+        runner.add_published(row)
     else:
         runner.add_figures(next(s for s in index_cases.SHAPES if s.name == row["name"]), row, t)
 

@@ -216,7 +216,7 @@ def test_a_spent_budget_leaves_peers_out(tmp_path: pathlib.Path) -> None:
 
 def test_a_very_long_call_of_a_peer_is_timed_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists_peers, "compiled", uncompiled)
-    monkeypatch.setattr(lists, "LONG_US", 1.0)
+    monkeypatch.setattr(lists.Run, "long_us", 1.0)
     found = run(tmp_path / "x.json", parts=("speed", "peers"), shapes=("A",))
     assert all((r["rounds"] == 4) is (r["variant"] == "ops") for r in found["rows"] + found["peers"])
     peers = [r for r in found["peers"] if r["variant"] != "ops"]
