@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mHC benchmark: its arithmetic, its outputs on a CPU, its handling of crashes, and its tables and plots."""
+"""The benchmarks of mHC, E79 and index scores: arithmetic, formulas, outputs on a CPU, crashes; two Tritons."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pathlib
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,59 +20,44 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from benchmarks import accuracy, environment, mhc, mhc_calls, running, source_hash, timing, tritons
+from benchmarks import (
+    accuracy,
+    e79,
+    e79_cases,
+    environment,
+    index,
+    index_cases,
+    mhc,
+    mhc_calls,
+    running,
+    timing,
+    tritons,
+)
 from benchmarks import mhc_cases as cases
+from benchmarks.accuracy import relative
+from benchmarks.attention import sample_of
+from mhc_inductor.kernels.e79.plan import plan_e79_scan, plan_e79_scan_backward
+from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from mhc_inductor.ops.e79 import segment_length
+from tests.oracles.e79 import oracle
 from tests.tools import toy_runs
 
-pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests read
+# The shapes are tiny, and one worker makes the runs that most tests read.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("benchmarks")]
 CPU = torch.device("cpu")
 TOKENS, DIM = 12, 48
+TINY = index_cases.Shape("tiny", 24, 3, 8, 5, (3, 24))
 FUSED = ("post_pre", "post_pre_fb", "single_pass", "single_pass_fb")
-# The floors that the targets were given with, in whole microseconds.
-FLOORS = {
-    2560: {"pre": 49, "post": 88, "fb": 400},
-    4096: {
-        "pre": 78,
-        "post": 140,
-        "fb": 640,
-        "post_pre": 156,
-        "post_pre_fb": 453,
-        "npu_pre": 78,
-        "npu_fb": 218,
-        "single_pass": 156,
-        "single_pass_fb": 390,
-    },
-    7168: {"pre": 137, "post": 246, "fb": 1120},
-}
-run, settings = (functools.partial(f, "mhc") for f in (toy_runs.run, toy_runs.settings))
-
-
-@pytest.fixture
-def result() -> dict[str, Any]:
-    return toy_runs.whole("mhc")
+run = functools.partial(toy_runs.run, "mhc")
 
 
 # ---- targets
 
 
-@pytest.mark.parametrize(("dim", "what"), [(d, w) for d, of in FLOORS.items() for w in of])
-def test_floors_are_those_of_the_targets(dim: int, what: str) -> None:
-    assert round(cases.floor_us(what, cases.TOKENS, dim)) == FLOORS[dim][what]
-
-
 def test_every_target_is_above_its_floor() -> None:
-    assert {(w, d) for d, of in FLOORS.items() for w in of} == set(cases.TARGETS)
     for (what, dim), t in cases.TARGETS.items():
         assert cases.floor_us(what, cases.TOKENS, dim) < t.goal
         assert (t.best_peer is None) == (what in FUSED)
-        assert t.best_peer is None or t.best_peer[1] == min(t.peers.values())
-
-
-def test_best_peers() -> None:
-    assert cases.TARGETS["fb", 4096].best_peer == ("TileKernels", 1747)
-    assert cases.TARGETS["pre", 2560].best_peer == ("TransformerEngine", 138)
-    assert "Liger" not in cases.TARGETS["npu_pre", 4096].peers
-    assert cases.TARGETS["npu_fb", 4096].peers["eager"] == 6908
 
 
 def test_phi_counts_at_a_few_tokens() -> None:
@@ -171,7 +157,7 @@ def test_reference_in_chunks_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> No
     whole = cases.reference(i)
     monkeypatch.setattr(cases, "CHUNK", 3)
     for name, value in cases.reference(i).items():
-        assert accuracy.relative(value, whole[name]) < 1e-13, name
+        assert relative(value, whole[name]) < 1e-13, name
 
 
 @pytest.mark.parametrize("npu", [False, True])
@@ -202,7 +188,7 @@ def test_the_written_out_backward_is_autograds() -> None:
     i = cases.make_inputs((3, 5), 4, DIM, CPU, npu=True, record=True)
     exact = cases.reference(i)
     for name, value in cases.parameter_gradients(i, exact, torch.float64).items():
-        assert accuracy.relative(value, exact[name]) < 1e-12, name
+        assert relative(value, exact[name]) < 1e-12, name
 
 
 def test_equal_bits_see_the_last_bit_and_nan() -> None:
@@ -215,7 +201,8 @@ def test_equal_bits_see_the_last_bit_and_nan() -> None:
 # ---- a run
 
 
-def test_what_a_run_holds_beyond_its_rows(result: dict[str, Any]) -> None:
+def test_what_a_run_holds_beyond_its_rows() -> None:
+    result = toy_runs.whole("mhc")
     assert len(result["accuracy"]) == 4 and result["determinism"] and result["copy"]["tb_per_s"] > 0
     assert "Liger" in result["skipped"] and result["settings"]["float32_matmul_precision"] == "highest"
 
@@ -258,9 +245,6 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch)
         *((w, "ops") for w in ("pre", "fb", *FUSED, "npu_pre", "npu_fb")),
         *((w, mhc.TWO_OPS) for w in FUSED),
     }
-
-
-# ---- tables and plots --------------------------------------------------------------------------------------
 
 
 def test_a_wrong_gradient_of_the_fused_op_is_seen() -> None:
@@ -320,13 +304,223 @@ def test_two_tritons_are_compared_row_by_row(tmp_path: pathlib.Path) -> None:
             tritons.compare(older, _one_triton(tmp_path / name, "3.9.0", 1.0, **changed))
 
 
-# ---- size
-
-BUDGETS = {"mhc*": 1_174, "e79*": 665, "index*": 393, "selection*": 1_169, "lists*": 1_220}
-"""Lines that an operator's modules may have: what they have, so that they can only shrink (all: test_budgets.py)."""
+# ---- the E79 scan
 
 
-@pytest.mark.parametrize("modules", BUDGETS)
-def test_benchmarks_do_not_grow(modules: str) -> None:
-    files = list((source_hash.ROOT / "benchmarks").glob(f"{modules}.py"))
-    assert files and sum(len(file.read_text().splitlines()) for file in files) <= BUDGETS[modules]
+class Counting(EagerBuilder):
+    """Allocates meta tensors, launches nothing, and counts bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("meta"), DeviceProps(132, "cuda", 90))
+        self.bytes = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        made = super().empty(shape, dtype)
+        self.bytes += made.numel() * made.element_size()
+        return made
+
+    def launch(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("bias", ["fixed", "input"])
+@pytest.mark.parametrize(("n", "batch", "steps"), [e79_cases.MEMORY_SHAPE, (128, 32, 512), (48, 4, 4096)])
+def test_the_stated_memory_is_what_the_plans_allocate(n: int, batch: int, steps: int, bias: str) -> None:
+    segment = segment_length(n, batch, steps)
+    case = e79_cases.make_case(n, batch, steps, torch.device("meta"), bias=bias)
+    b = Counting()
+    out, S, M, *kept = plan_e79_scan(b, *case.arguments(), segment)
+    grads = plan_e79_scan_backward(b, torch.empty_like(out), None, None, *case.arguments(), *kept, segment)
+    asked = sum(t.numel() * t.element_size() for t in (out, S, M, *grads))
+    stated = e79_cases.stated_mb(n, batch, steps, segment, bias == "input")
+    # Not in the stated memory: a fixed bias's sums and the state at the chain's end.
+    rest = 4 * batch * (n * n + (4 * n if bias == "fixed" else 0)) / 1e6
+    assert stated + rest == pytest.approx((b.bytes - asked) / 1e6)
+    assert rest < 0.02 * stated
+    assert (n, batch, steps) != e79_cases.MEMORY_SHAPE or stated + rest < e79_cases.PEAK_BAR_MB
+
+
+@pytest.mark.parametrize("bias", e79_cases.BIASES)
+def test_the_loop_is_the_formula(bias: str) -> None:
+    case = e79_cases.make_case(5, 3, 4, CPU, bias=bias, states=True, ups=e79_cases.OUTPUTS)
+    want = oracle(case.inputs, {k: case.ups[k] for k in e79_cases.OUTPUTS})
+    got = e79_cases.exact(case, True)
+    assert got.keys() == want.keys()
+    assert all(relative(got[k], want[k]) < 1e-12 for k in want)
+
+
+def test_ops_match_the_loop_and_mistakes_are_seen() -> None:
+    case = e79_cases.make_case(6, 2, 9, CPU, bias="input", states=True, ups=e79_cases.OUTPUTS)
+    want, loops = (e79_cases.exact(case, True, d) for d in (torch.float64, torch.float32))
+    got = e79_cases.both(e79_cases.eager_scan(), case.leaves())
+    assert [k for k, e in e79_cases.compare(got, want, loops).items() if not e["met"]] == []
+    got["dkvqm"] = got["dkvqm"] * (1 + 1e-4)
+    got["S"] = got["S"].mT.contiguous()
+    got["dM0"] = got["dM0"].clone()
+    got["dM0"][0, 0, 0] = math.nan
+    assert {k for k, e in e79_cases.compare(got, want, loops).items() if not e["met"]} == {"dkvqm", "S", "dM0"}
+
+
+def test_low_precision_is_held_to_one_rounding() -> None:
+    case = e79_cases.make_case(6, 2, 9, CPU, dtype=torch.bfloat16)
+    want = e79_cases.exact(case, False)
+    got = e79_cases.forward(e79_cases.eager_scan(), case)
+    assert got["out"].dtype is torch.bfloat16
+    assert all(e["met"] for e in e79_cases.compare(got, want, None).values())
+    got["out"] = got["out"] * 1.01
+    assert not e79_cases.compare(got, want, None)["out"]["met"]
+
+
+def test_some_sequences_of_a_case_are_the_same_alone() -> None:
+    case = e79_cases.make_case(4, 3, 5, CPU, bias="input", states=True, ups=e79_cases.OUTPUTS)
+    whole, part = (e79_cases.exact(c, True) for c in (case, case.sequences([0, 2])))
+    for name, t in part.items():
+        torch.testing.assert_close(t, e79_cases.picked(name, whole[name], [0, 2]), msg=name)
+
+
+def test_what_a_run_of_e79_holds() -> None:
+    result = toy_runs.whole("e79")
+    assert {(r["dtype"], r["bias"]) for r in result["further"]} == {
+        ("bfloat16", "fixed"),
+        ("float32", "input"),
+        ("bfloat16", "input"),
+    }
+    assert len(result["batch"]) == 2 * len(e79_cases.BATCHES) and {r["T"] for r in result["decode"]} == {1}
+    assert all(e["loop"] < 1e-5 for c in result["accuracy"] for e in c["errors"].values())
+    assert {r["speedup"] for r in result["cpu"] if r["variant"] == e79_cases.EAGER} == {1.0}
+
+
+def test_times_are_per_step_of_a_chain() -> None:
+    row = {"what": "fwd", "variant": "ops", "n": 64, "B": 1, "T": 1, "dtype": "float32", "bias": "fixed"}
+    object.__new__(e79.Run).add_figures(row, timing.Timing([40.0, 60.0]).over(20))
+    assert row["median_us"] == 2.5 and "bar_us" not in row
+
+
+def test_nothing_is_compiled_once_the_budget_is_spent(tmp_path: pathlib.Path) -> None:
+    found = toy_runs.run("e79", tmp_path / "x.json", parts=("speed",), compiled=True, budget_s=0.0)
+    rows = {(r["what"], r["variant"]): r for r in found["rows"]}
+    assert all("budget" in rows[w, "compiled"]["error"] for w in ("fwd", "fb"))
+    assert all("median_us" in rows[w, "ops"] for w in ("fwd", "fb"))
+
+
+def test_rolling_up_is_measured(tmp_path: pathlib.Path) -> None:
+    row = toy_runs.run("e79", tmp_path / "x.json", parts=("rollup",), steps=3)["rollup"][0]
+    assert (row["n"], row["B"], row["T"]) == (64, 3, 3)
+    assert row["routed"] == {"e79_scan": 1}
+    assert row["worst_difference"] < 1e-5
+    assert 0 < row["pass_s"] < row["compile_s"] and row["nodes"] > 3 * 20
+
+
+def test_a_chain_carries_the_states() -> None:
+    case = e79_cases.make_case(4, 2, 1, CPU, states=True)
+    got = e79_cases.chain(e79_cases.eager_scan(), case, e79.DECODE_CHAIN)()
+    long = case.map(lambda k, t: t.expand(e79.DECODE_CHAIN, -1, -1) if k == "kvqm" else t)
+    want = e79_cases.forward(e79_cases.loop, long)
+    torch.testing.assert_close(got[1], want["S"])
+    torch.testing.assert_close(got[0], want["out"][-1:])
+
+
+# ---- index scores
+
+
+def test_the_bar_of_memory() -> None:
+    assert round(index_cases.MEMORY_BAR_MB, 1) == 1073.7
+
+
+def test_the_ops_and_the_models_formula_are_the_formula() -> None:
+    torch.manual_seed(0)
+    case = index_cases.make_case(TINY, CPU)
+    at = sample_of(TINY.tokens, 7, CPU)
+    want = index_cases.exact(case, at)
+    assert (want > float("-inf")).sum(-1).tolist() == [s + 1 for s in at.tolist()]
+    assert index_cases.score_error(index_cases.scores(case)[0, at], want) < 1e-6
+    plain = index_cases.formula(case.q, case.k, case.w, case.scale)
+    assert index_cases.score_error(plain[0, at], want) < 1e-6
+    assert index_cases.wrongly_chosen(index_cases.chosen(case)[0, at], want, 1e-6) == 0
+    given = index_cases.formula_topk(case.q, case.k, case.w, case.scale, TINY.topk)
+    late = at >= TINY.topk  # before, models take keys that are not visible
+    assert index_cases.wrongly_chosen(given[0, at[late]], want[late], 1e-6) == 0
+
+
+def test_the_loss_is_the_formula() -> None:
+    torch.manual_seed(0)
+    args = index_cases.loss_arguments(index_cases.make_case(TINY, CPU))
+    at = sample_of(TINY.tokens, 7, CPU)
+    loss, dscores, *grads = index_cases.trained(args)
+    assert relative(loss[0, at], index_cases.loss_of(args, at, torch.float64)) < 1e-5
+    assert [g.shape for g in grads] == [t.shape for t in args[:3]] and dscores.shape == args[3].shape
+    assert loss[0, 0] == 0 and bool((loss[0, 1:] > 0).all())  # the first query sees one key
+
+
+def test_wrong_scores_are_seen() -> None:
+    want = torch.tensor([[3.0, 1.0, 2.0, -torch.inf]], dtype=torch.float64)
+    assert index_cases.score_error(want.float(), want) == 0
+    assert index_cases.score_error(want * 1.5, want) == pytest.approx(0.5)
+    hidden = torch.tensor([[3.0, 1.0, -torch.inf, -torch.inf]])
+    shown = torch.tensor([[3.0, 1.0, 2.0, 0.0]])
+    for wrong in (hidden, shown):
+        assert index_cases.score_error(wrong, want) != index_cases.score_error(wrong, want)  # NaN
+
+
+@pytest.mark.parametrize(
+    ("chosen", "wrong"),
+    [
+        ([0, 2], 0),
+        ([2, 0], 0),
+        ([0, 1], 1),  # key 2 is better
+        ([0, 0], 2),  # a repeat, and a key too few
+        ([0, -1], 1),  # a key too few
+        ([0, 3], 1),  # not visible
+    ],
+)
+def test_wrong_choices_are_counted(chosen: list[int], wrong: int) -> None:
+    want = torch.tensor([[3.0, 1.0, 2.0, -torch.inf]], dtype=torch.float64)
+    assert index_cases.wrongly_chosen(torch.tensor([chosen]), want, 1e-5) == wrong
+
+
+def test_choices_within_the_tolerance_are_right() -> None:
+    want = torch.tensor([[1.0, 1.0 - 1e-7, 0.5]], dtype=torch.float64)
+    assert index_cases.wrongly_chosen(torch.tensor([[1]]), want, 1e-5) == 0
+    assert index_cases.wrongly_chosen(torch.tensor([[1]]), want, 1e-9) == 1
+    assert index_cases.wrongly_chosen(torch.tensor([[0, 1, 2, -1]]), want, 1e-9) == 0
+
+
+def test_what_a_run_of_index_holds() -> None:
+    result = toy_runs.whole("index")
+    ours = [r for r in result["rows"] if r["variant"] == "ops"]
+    assert all("times_compiled" in r for r in ours if r["what"] != index_cases.LOSS)
+    assert [r["name"] for r in ours if r["what"] == index_cases.LOSS] == ["64 heads"]
+    assert len(result["errors"]) == 2 and len(result["determinism"]) == 2
+
+
+def test_wrong_results_miss_their_bars(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, chosen = index_cases.scores, index_cases.chosen
+    wrong: dict[str, Any] = {"scores": lambda case: scores(case) * 1.001, "chosen": lambda case: chosen(case) * 0}
+    for name, call in wrong.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(index_cases, name, call)
+            found = toy_runs.run("index", tmp_path / "x.json", parts=("errors",))
+        assert not any(r["met"] for r in found["errors"])
+
+
+def test_a_wrong_loss_misses_its_bar(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = index_cases.trained
+    monkeypatch.setattr(index_cases, "trained", lambda args: (trained(args)[0] * 1.001, *trained(args)[1:]))
+    found = toy_runs.run("index", tmp_path / "x.json", parts=("errors",))
+    assert [r["met"] for r in found["errors"]] == [False, True]
+
+
+def test_elements_that_a_call_leaves_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    for outputs in ((torch.zeros(2, dtype=torch.int32), torch.zeros(2)), torch.zeros(2, dtype=torch.int64)):
+        ready = timing.Runnable(lambda found=outputs: found, CPU)  # type: ignore[misc]
+        assert index.written(ready.outputs)
+        ready.graph = types.SimpleNamespace(replay=lambda: None)  # type: ignore[assignment]
+        assert not index.written(ready.run_poisoned())
+
+
+def test_a_spent_budget_leaves_peers_out(tmp_path: pathlib.Path) -> None:
+    found = toy_runs.run("index", tmp_path / "x.json", parts=("speed",), budget_s=0.0)
+    assert not found["complete"]
+    assert {r["variant"] for r in found["rows"]} == {"ops", index_cases.TORCH_TOPK}
+    assert len(found["skipped"]) == 2

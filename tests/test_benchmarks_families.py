@@ -51,7 +51,7 @@ TARGETS |= {"lists": lists_cases, "selection": selection_cases}
 
 def of(name: str, *rest: Any) -> Any:
     """Returns a case that runs where the other tests of its family do, which read the same toy run."""
-    group = "benchmarks" if name == "mhc" else f"benchmarks_{name}"
+    group = f"benchmarks_{name}" if name in ("lists", "selection") else "benchmarks"
     words = (name, *(word for word in rest[:1] if isinstance(word, str)))
     return pytest.param(name, *rest, marks=pytest.mark.xdist_group(group), id="-".join(words))
 
