@@ -9,6 +9,7 @@ skipped, and the result says so.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -80,14 +81,15 @@ class Run(variants.Run[Settings]):
         """Returns checks of the first and last sequence's results against the fp64 loop, which runs once."""
         pick = sorted({0, case.sizes[1] - 1})
         few = case.sequences(pick)
-        known: dict[bool, list[Any]] = {}
+
+        @functools.cache
+        def loops(full: bool) -> list[Any]:
+            return [cases.exact(few, full, d) for d in (torch.float64, torch.float32)]
 
         def check(got: dict[str, torch.Tensor], full: bool) -> Row:
-            if full not in known:
-                known[full] = [cases.exact(few, full, d) for d in (torch.float64, torch.float32)]
             # The gradient of a fixed bias is a sum over all sequences, so the accuracy part checks it.
             cut = {k: cases.picked(k, t, pick) for k, t in got.items() if t.dim() == 3}
-            return cases.compare(cut, *known[full])
+            return cases.compare(cut, *loops(full))
 
         return {"fwd": lambda got: check(got, False), "fb": lambda got: check(got, True)}
 
@@ -338,24 +340,16 @@ def bars(result: Result, what: str, n: int) -> list[report.Bar]:
 
 def plot(result: Result, path: pathlib.Path) -> None:
     """Plots microseconds per step by n (logarithmic) and by batch; writes no file if nothing was timed."""
-    pyplot = report.pyplot()
     every = [*result["rows"], *result["cpu"]]
     sizes = sorted({r["n"] for r in every if "median_us" in r})
     if not sizes:
         return
     drawn = {w: {f"n = {n}": bars(result, w, n) for n in sizes} for w in report.WHAT}
     batch = [r for r in result["batch"] if "median_us" in r]
-    columns = 3 if batch else 2
-    high = 2.0 + 0.2 * max(report.height(groups.values()) for groups in drawn.values())
-    figure, axes = pyplot.subplots(1, columns, figsize=(5.2 * columns, high), squeeze=False)
-    times = [b.us for groups in drawn.values() for group in groups.values() for b in group]
-    edges = (min(times) / 2, 4 * max(times))
-    report.draw_times(axes[0], drawn, edges, "µs a time step", lambda b: f" {us(b.us)}")
-    if batch:
-        _flatness(axes[0][2], batch)
     sizes_of = f"B = {every[0]['B']}, T = {every[0]['T']}"
     name = f"E79 scan on {result['device']['name']}, {sizes_of}, fp32, fixed biases (shorter is faster)"
-    report.finish(figure, name + report.hatched(drawn) + report.noticed(result), path)
+    further = functools.partial(_flatness, rows=batch) if batch else None
+    report.plot_times(result, path, name, drawn, "µs a time step", lambda b: f" {us(b.us)}", 4, 5.2, further)
 
 
 def _flatness(axis: Any, rows: Sequence[Row]) -> None:

@@ -467,7 +467,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
     heads = max(r["h"] for r in result["crossing"])
     device = part_of(result, "crossing")["device"]["name"]
     title = f"Attention over lists of keys on {device}, {heads} heads (dashed: dense causal attention)"
-    report.finish(figure, title + report.noticed(result), path)
+    report.finish(figure, title, path, result["notice"])
 
 
 def _draw(axis: Any, result: Result, case: str, what: str, tokens: list[int]) -> None:

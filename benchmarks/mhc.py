@@ -9,6 +9,7 @@ without that variant.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -157,26 +158,16 @@ class Run(variants.Run[Settings]):
         """Yields the other implementations to measure, each with what makes it once."""
         if not self.s.peers:
             return
-        cache: dict[str, Any] = {}
-
-        def once(name: str, make: Callable[[], Any]) -> tuple[str, Callable[[], Any]]:
-            def get() -> Any:
-                if name not in cache:
-                    cache[name] = make()
-                return cache[name]
-
-            return name, get
-
-        yield once(cases.EAGER, lambda: calls.Plain(compiled=False))
+        yield cases.EAGER, functools.cache(lambda: calls.Plain(compiled=False))
         # Compiling the plain formula takes longer than everything else, so compile it at one width only.
         if compiled and self.s.compiled and i.x.shape[-1] == self.tokens_and_dim(1, 4096)[1]:
-            yield once(cases.COMPILE, lambda: calls.Plain(compiled=True))
+            yield cases.COMPILE, functools.cache(lambda: calls.Plain(compiled=True))
         if i.gamma is not None:
             self.result["skipped"]["Liger, npu rows"] = "Liger has no gamma"
         elif missing := (calls.liger_missing() if self.gpu else "Liger's kernels need a GPU"):
             self.result["skipped"][cases.LIGER] = missing
         else:
-            yield once(cases.LIGER, calls.Liger)
+            yield cases.LIGER, functools.cache(calls.Liger)
 
     # ---- running
 
@@ -495,26 +486,24 @@ def bars(result: Result, what: str, dim: int) -> list[report.Bar]:
     return report.bars(r for r in result["rows"] if (r["what"], r["dim"]) == (what, dim))
 
 
+def _drawn(result: Result) -> dict[str, list[report.Bar]]:
+    """Returns the bars of each row and width that was timed."""
+    places = [(k, dim) for k in NAMES for dim in sorted({r["dim"] for r in result["rows"] if r["what"] == k})]
+    names = {k: name.replace(": forward + backward", ": f + b") for k, name in NAMES.items()}
+    return {f"{names[k]}, D = {dim}": found for k, dim in places if (found := bars(result, k, dim))}
+
+
 def plot(result: Result, path: pathlib.Path) -> None:
     """Plots bars of the achieved share of the memory bandwidth; writes no file if nothing was timed."""
-    pyplot = report.pyplot()
-    from matplotlib.patches import Patch
-
-    gpu = result["device"]["type"] == "cuda"
-    kinds = [k for k in NAMES if any(r["what"] == k and "median_us" in r for r in result["rows"])]
-    if not kinds:
+    pyplot, gpu, drawn = report.pyplot(), result["device"]["type"] == "cuda", _drawn(result)
+    if not drawn:
         return
-    drawn = {
-        f"{NAMES[k].replace(': forward + backward', ': f + b')}, D = {dim}": bars(result, k, dim)
-        for k in kinds
-        for dim in sorted({r["dim"] for r in result["rows"] if r["what"] == k})
-    }
     every = [b for group in drawn.values() for b in group]
     top = max(b.us for b in every)
-    columns = 2 if sum(len(group) + 1.6 for group in drawn.values()) > 24 else 1
-    halves = _balanced(drawn, columns)
+    halves = _balanced(drawn) if report.height(drawn.values()) > 24 else [drawn]
     height = max(report.height(half.values()) for half in halves)
-    figure, axes = pyplot.subplots(1, columns, figsize=(10.5 if columns == 2 else 8, 1.9 + 0.2 * height), squeeze=False)
+    size = (10.5 if len(halves) == 2 else 8, 1.9 + 0.2 * height)
+    figure, axes = pyplot.subplots(1, len(halves), figsize=size, squeeze=False)
 
     def share(b: report.Bar) -> float:
         return 100 * b.floor / b.us if gpu else 100 * b.us / top
@@ -530,23 +519,26 @@ def plot(result: Result, path: pathlib.Path) -> None:
         if gpu:
             axis.axvline(100, color="black", linewidth=1, linestyle="--", zorder=0)
             axis.set_xlabel("percent of the speed of memory", fontsize=9)
+    _legend(figure, every)
+    tokens = max(r["tokens"] for r in result["rows"])
+    faster = " (longer is faster)\ndashed: every byte moved once at 4.3 TB/s"
+    name = f"mHC on {result['device']['name']}, {tokens} tokens, n = 4, bf16 x, fp32 phi"
+    report.finish(figure, name + (faster if gpu else " (longer is slower)"), path, result["notice"], above=0.25)
+
+
+def _legend(figure: Any, every: list[report.Bar]) -> None:
+    from matplotlib.patches import Patch
+
     legend = {
         False: Patch(facecolor="#888888", label="measured in this run"),
         True: Patch(facecolor="#888888", hatch="////", edgecolor="white", label=f"{report.SEPARATELY}, NVIDIA H200"),
     }
     handles = [legend[s] for s in dict.fromkeys(b.separate for b in every)]
     figure.legend(handles=handles, loc="lower center", ncols=2, fontsize=8, frameon=False)
-    tokens = max(r["tokens"] for r in result["rows"])
-    faster = " (longer is faster)\ndashed: every byte moved once at 4.3 TB/s"
-    name = f"mHC on {result['device']['name']}, {tokens} tokens, n = 4, bf16 x, fp32 phi"
-    name += faster if gpu else f" (longer is slower)\n{result['notice']}"
-    report.finish(figure, name, path, above=0.25)
 
 
-def _balanced(drawn: dict[str, list[report.Bar]], columns: int) -> list[dict[str, list[report.Bar]]]:
-    """Returns the groups in columns of about the same height."""
-    if columns == 1:
-        return [drawn]
+def _balanced(drawn: dict[str, list[report.Bar]]) -> list[dict[str, list[report.Bar]]]:
+    """Returns the groups in two columns of about the same height."""
     sizes, groups = [len(group) + 1.6 for group in drawn.values()], [*drawn.items()]
     cut = min(range(1, len(groups)), key=lambda c: max(sum(sizes[:c]), sum(sizes[c:])))
     return [dict(groups[:cut]), dict(groups[cut:])]

@@ -329,8 +329,8 @@ def pyplot() -> Any:
     return pyplot
 
 
-def finish(figure: Any, name: str, path: pathlib.Path, above: float | None = None) -> None:
-    figure.suptitle(name, fontsize=11)
+def finish(figure: Any, name: str, path: pathlib.Path, notice: str | None, above: float | None = None) -> None:
+    figure.suptitle(f"{name}\n{notice}" if notice else name, fontsize=11)
     figure.tight_layout(**({} if above is None else {"rect": (0, above / figure.get_figheight(), 1, 1)}))
     figure.savefig(path, dpi=150)
     pyplot().close(figure)
@@ -375,30 +375,35 @@ def draw_bars(
     plain(axis)
 
 
-def draw_times(
-    axes: Any,
+def plot_times(
+    result: Result,
+    path: pathlib.Path,
+    name: str,
     drawn: Mapping[str, Mapping[str, Sequence[Bar]]],
-    edges: tuple[float, float],
     xlabel: str,
     said: Callable[[Bar], str],
+    longest: float,
+    width: float,
+    further: Callable[[Any], None] | None = None,
 ) -> None:
-    """Draws bars of times on a logarithmic scale, forward and forward + backward next to each other."""
-    lines = max(height(groups.values()) for groups in drawn.values())
-    for axis, (what, groups) in zip(axes, drawn.items(), strict=False):
-        draw_bars(axis, {f" {name}": group for name, group in groups.items()}, lines, edges[0], said=said)
+    """Draws bars of times on a logarithmic scale, forward and forward + backward next to each other.
+
+    The scale ends at ``longest`` times the longest. ``further`` draws another axis; each is ``width`` inches wide.
+    """
+    every = [b for groups in drawn.values() for group in groups.values() for b in group]
+    edges = (min(b.us for b in every) / 2, longest * max(b.us for b in every))
+    lines, columns = max(height(groups.values()) for groups in drawn.values()), 3 if further else 2
+    figure, axes = pyplot().subplots(1, columns, figsize=(width * columns, 2.0 + 0.2 * lines), squeeze=False)
+    for axis, (what, groups) in zip(axes[0], drawn.items(), strict=False):
+        draw_bars(axis, {f" {title}": group for title, group in groups.items()}, lines, edges[0], said=said)
         axis.set_xscale("log")
         axis.set_xlim(*edges)
         axis.set_title(WHAT[what], loc="left", fontsize=10)
         axis.set_xlabel(xlabel, fontsize=9)
-
-
-def hatched(drawn: Mapping[str, Mapping[str, Sequence[Bar]]]) -> str:
-    separate = any(b.separate for groups in drawn.values() for group in groups.values() for b in group)
-    return f"\nhatched: {SEPARATELY}, NVIDIA H200" if separate else ""
-
-
-def noticed(result: Result) -> str:
-    return f"\n{result['notice']}" if result["notice"] else ""
+    if further:
+        further(axes[0][2])
+    separate = f"\nhatched: {SEPARATELY}, NVIDIA H200" if any(b.separate for b in every) else ""
+    finish(figure, name + separate, path, result["notice"])
 
 
 def draw_curves(axis: Any, name: str, xlabel: str, ticks: Mapping[int, str]) -> None:

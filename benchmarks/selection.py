@@ -449,18 +449,13 @@ def bars(rows: list[Row], case: str, what: str) -> Iterator[report.Bar]:
 
 def plot(result: Result, path: pathlib.Path) -> None:
     """Plots times by case (logarithmic), forward and forward + backward; writes no file if nothing was timed."""
-    pyplot = report.pyplot()
     rows = [*result["rows"], *result["cpu"]]
     names = list(dict.fromkeys(r["case"] for r in rows if "median_us" in r))
     if not names:
         return
     drawn = {w: {n: [*bars(rows, n, w)] for n in names} for w in report.WHAT}
-    lines = max(report.height(groups.values()) for groups in drawn.values())
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 2.0 + 0.2 * lines), squeeze=False)
-    every = [b.us for groups in drawn.values() for group in groups.values() for b in group]
-    report.draw_times(axes[0], drawn, (min(every) / 2, max(every) * 6), "µs", lambda b: f" {report.time(b.us)}")
     name = f"Selection attention on {result['device']['name']} (shorter is faster)"
-    report.finish(figure, name + report.hatched(drawn) + report.noticed(result), path)
+    report.plot_times(result, path, name, drawn, "µs", lambda b: f" {report.time(b.us)}", 6, 6.5)
 
 
 def crossings(points: dict[str, list[tuple[int, float]]]) -> float | None:
@@ -493,7 +488,7 @@ def plot_crossing(result: Result, path: pathlib.Path) -> None:
             name = f"{report.WHAT[what]}, {groups} groups of {h} heads, ms"
             report.draw_curves(axis, name, "tokens", ticks)
     name = f"16 selected blocks of 64 against dense causal attention on {result['device']['name']}"
-    report.finish(figure, name + report.noticed(result), path)
+    report.finish(figure, name, path, result["notice"])
 
 
 def _draw_crossing(axis: Any, rows: list[Row]) -> None:
