@@ -8,8 +8,10 @@ long ends its process and no other. Rows are saved in the result as they come, f
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -17,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -110,39 +112,35 @@ def ask(worker: processes.Worker, of: Cell, limit: float) -> Row:
 def measure(settings: Settings, folder: pathlib.Path, rows: dict[Cell, Row], done: Callable[[str], None]) -> None:
     """Measures the cells that ``rows`` lacks, and puts their rows there; ``done`` is called after each, with a line."""
     folder.mkdir(parents=True, exist_ok=True)
-    began, lock = time.monotonic(), threading.Lock()
+    began, lock, logs = time.monotonic(), threading.Lock(), itertools.count()
+    todo = [c for c in settings.plan() if c not in rows and settings.chosen(c)]
+    gpus = torch.cuda.device_count() if settings.device.startswith("cuda") else 0
 
-    def work(queue: collections.deque[Cell], gpu: str, number: int, jobs: int) -> None:
-        worker = None
-        while time.monotonic() - began < settings.budget_s:
-            with lock:
-                if not queue:
-                    break
-                of = queue.popleft()
-            at = time.monotonic()
-            worker = worker or start(settings, folder / f"worker{gpu}-{number}.log", jobs, gpu)
+    def some(wide: bool, jobs: int) -> None:
+        cells, idle = [c for c in todo if bool(MODELS[c[0]].wide) == wide], list[processes.Worker]()
+        jobs, gpu = min(jobs, len(cells)), str(int(wide)) if gpus > 1 else ""
+
+        def one(of: Cell) -> None:
+            if (at := time.monotonic()) - began >= settings.budget_s:
+                return
+            worker = idle.pop() if idle else start(settings, folder / f"worker{gpu}-{next(logs)}.log", jobs, gpu)
             row = ask(worker, of, settings.limit_s) | {"seconds": round(time.monotonic() - at, 1)}
             if "output" in row:
                 worker.close()
-                worker = None
+            else:
+                idle.append(worker)
             with lock:
                 rows[of] = row
                 done(f"{time.monotonic() - began:4.0f} s  {': '.join(of):35} {text(row)}")
-        if worker:
+
+        with concurrent.futures.ThreadPoolExecutor(max(jobs, 1)) as pool:
+            list(pool.map(one, cells))
+        for worker in idle:
             worker.close()
 
-    todo = [c for c in settings.plan() if c not in rows and settings.chosen(c)]
-    gpus = torch.cuda.device_count() if settings.device.startswith("cuda") else 0
-    threads: list[threading.Thread] = []
-    for wide, jobs in ((False, settings.jobs), (True, 1)):  # a model of full width has a device to itself
-        queue = collections.deque(c for c in todo if bool(MODELS[c[0]].wide) == wide)
-        jobs, gpu = min(jobs, len(queue)), str(int(wide)) if gpus > 1 else ""
-        threads += [threading.Thread(target=work, args=(queue, gpu, k, jobs)) for k in range(jobs)]
-        if gpus < 2 or wide:
-            for thread in threads:
-                thread.start()
-            while threads:
-                threads.pop().join()
+    # A model of full width has a device to itself.
+    with concurrent.futures.ThreadPoolExecutor(2 if gpus > 1 else 1) as pool:
+        list(pool.map(some, (False, True), (settings.jobs, 1)))
 
 
 # ---- the result
@@ -194,6 +192,14 @@ def text(row: Row) -> str:
     return f"ok{errors}, {routed if routed else '**nothing**'} routed{skipped}"
 
 
+def _wide(row: Row, said: str) -> Iterator[list[str]]:
+    """Yields the figures of a model at its published widths, ours and eager's."""
+    for who, by, loss, last in (("ours", 'backend="mhc_inductor"', "loss", said), ("eager", "eager", "eager loss", "")):
+        of = row.get(who, {})
+        cells = [row["model"], row["way"], by, figure(of, "ms", ".1f") or of.get("error", "")]
+        yield [*cells, figure(of, "peak_gib", ".1f"), f"{row[loss]:.4f}" if row.get(loss) else "", last]
+
+
 def table(result: Row) -> str:
     """Returns the run as Markdown."""
     by = {(r["model"], r["way"]): r for r in result["rows"]}
@@ -207,13 +213,8 @@ def table(result: Row) -> str:
 
     small, wide = ([m for m, of in MODELS.items() if bool(of.wide) == w] for w in (False, True))
     grid = [[way, *(shown(by[m, way]) for m in small)] for way in WAYS]
-    rows = []
-    for m, way in ((m, w) for m in wide for w in WIDE):
-        row = by[m, way]
-        for who, name, loss in (("ours", 'backend="mhc_inductor"', "loss"), ("eager", "eager", "eager loss")):
-            of = row.get(who, {})
-            cells = [m, way, name, figure(of, "ms", ".1f") or of.get("error", ""), figure(of, "peak_gib", ".1f")]
-            rows.append([*cells, f"{row[loss]:.4f}" if row.get(loss) else "", shown(row) if who == "ours" else ""])
+    cells = [by[m, way] for m in wide for way in WIDE]
+    rows = [line for row in cells for line in _wide(row, shown(row))]
     lines = [*facts(result), f"transformers {result['versions'].get('transformers')}, random weights"]
     lines += [", ".join(f"{n} cells {status}" for status, n in sorted(counts.items(), reverse=True))]
     lines += ["ok 1.1x: the error against fp32 is at most 1.1 times eager's; then how many formulas were routed"]
