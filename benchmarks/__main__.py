@@ -45,11 +45,6 @@ OPTIONS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "seed": (int | None, None, {"help": "Seed of the inputs; fresh and recorded when left out."}),
     "budget": (float, 1500.0, {"min": 0, "help": "Seconds after which nothing is begun that may be left out."}),
     "limit": (float, 300.0, {"min": 1, "help": "Seconds that one process, or one cell, may take."}),
-    "tokens": (int | None, None, {"min": 1, "help": "Another token count than the table's."}),
-    "dim": (int | None, None, {"min": 16, "help": "Another D than the table's."}),
-    "sizes": (str, "", {"help": "Some n, by comma; the table's when left out."}),
-    "batch": (int | None, None, {"min": 1, "help": "Another B than the table's."}),
-    "steps": (int | None, None, {"min": 1, "help": "Another T than the table's."}),
     "small": (bool, False, {"hidden": True, "help": "Tiny shapes: to try the run out."}),
     "resume": (File | None, None, {"exists": True, "dir_okay": False, "help": "JSON of a run to go on from."}),
     "only": (str, "", {"help": "Words of names of what to measure, by comma."}),
@@ -145,11 +140,11 @@ def _filled(run: Any, into: pathlib.Path, fill: Callable[[Any], Any]) -> None:
 FAMILIES = {
     "mhc": (
         "the mHC operators: time, memory, errors against fp64, and bitwise determinism.",
-        ("peers", "compiled", "tokens", "dim"),
+        ("peers", "compiled"),
     ),
     "e79": (
         "the E79 scan: time per step, memory, errors against fp64, determinism. cpu and rollup need no GPU.",
-        ("compiled", "budget", "sizes", "batch", "steps"),
+        ("compiled", "budget", "small"),
     ),
     "selection": (
         "selection attention: time, memory, errors against fp64, determinism, and where it overtakes dense.",
@@ -168,8 +163,6 @@ FAMILIES = {
 """What a family measures, and the options that it has in addition to part, device, rounds and seed."""
 FIELDS = {"budget": "budget_s", "resume": "earlier"}
 """Names of settings that differ from those of their options."""
-SHAPE = ("tokens", "dim", "sizes", "batch", "steps", "shapes", "small")
-"""Settings that make a run another than the whole one."""
 
 
 def _settings(run: Any, part: str, quick: bool, given: dict[str, Any]) -> tuple[Any, bool]:
@@ -185,7 +178,7 @@ def _settings(run: Any, part: str, quick: bool, given: dict[str, Any]) -> tuple[
     made.parts = tuple(p for p in run.PARTS if p in words) or made.parts
     if shapes:
         made.shapes = tuple(s for s in shapes if s in words) or shapes
-    same = all(getattr(made, k) == getattr(run.Settings, k) for k in SHAPE if hasattr(run.Settings, k))
+    same = not made.small and getattr(made, "shapes", ()) == shapes
     return made, same and made.parts == usual(made.resolve().type == "cuda") and not quick
 
 
@@ -198,8 +191,6 @@ def _family(family: str, about: str, options: tuple[str, ...]) -> None:
 
     @_command(family, f"Measures {about}", "part", "device", "rounds", "seed", *options, **defaults)
     def measure(part: str, out: pathlib.Path, quick: bool = False, **given: Any) -> None:
-        if "sizes" in given:
-            given["sizes"] = tuple(int(w) for w in _list(given["sizes"])) or run.Settings.sizes
         if "resume" in given:
             given["resume"] = given["resume"] and _read(given["resume"])
         settings, whole = _settings(run, part, quick, given)

@@ -32,18 +32,14 @@ PARTS = (*GPU_PARTS, *CPU_PARTS)
 DECODE_CHAIN = 20
 LOOP_STEPS = 64
 ACCURACY_STEPS, ACCURACY_BATCH = 128, 4
+SMALL_SIZES, SMALL_BATCH, SMALL_STEPS = (6,), 3, 5
 
 
 @dataclasses.dataclass
 class Settings(running.Settings):
-    """Settings of one run. ``sizes``, ``batch`` and ``steps`` replace the table's n, B and T."""
-
     parts: tuple[str, ...] = GPU_PARTS
     rounds: int = 40
     budget_s: float = 90.0
-    sizes: tuple[int, ...] = cases.SIZES
-    batch: int | None = None
-    steps: int | None = None
     cpu_parts = CPU_PARTS
 
 
@@ -53,12 +49,18 @@ class Run(variants.Run[Settings]):
     how = f"{running.REPLAYED}; the Python loop is called, not replayed"
     kept = ("parts", "seed", "budget_s", "threads")
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return SMALL_SIZES if self.s.small else cases.SIZES
+
     def some_sizes(self) -> tuple[int, ...]:
         """Returns the n for the parts that do not run at every n."""
-        return tuple(n for n in self.s.sizes if n in cases.BATCH_SIZES) or self.s.sizes[:1]
+        return tuple(n for n in self.sizes if n in cases.BATCH_SIZES) or self.sizes
 
     def case(self, n: int, batch: int = cases.BATCH, steps: int = cases.STEPS, **kwargs: Any) -> Case:
-        return make_case(n, self.s.batch or batch, self.s.steps or steps, self.device, **kwargs)
+        if self.s.small:
+            batch, steps = min(batch, SMALL_BATCH), min(steps, SMALL_STEPS)
+        return make_case(n, batch, steps, self.device, **kwargs)
 
     # ---- variants
 
@@ -123,7 +125,7 @@ class Run(variants.Run[Settings]):
 
     def speed(self) -> None:
         """Measures the shape that the bars are stated for, at every n."""
-        for n in self.s.sizes:
+        for n in self.sizes:
             case = self.case(n)
             variants = list(self.ours(case, True))
             if n == self.some_sizes()[0]:
@@ -152,7 +154,7 @@ class Run(variants.Run[Settings]):
 
         for n in self.some_sizes():
             for batch in (1, cases.BATCH):
-                case = make_case(n, self.s.batch or batch, 1, self.device, states=True)
+                case = self.case(n, batch, 1, states=True)
                 cold = list(self.ours(case, True, ("fwd",)))
                 self.time(cold + [chain(v) for v in cold if self.gpu], "decode")
             self.tidy()
@@ -169,16 +171,16 @@ class Run(variants.Run[Settings]):
 
     def accuracy(self) -> None:
         """Measures the errors of out, S, M and each gradient against fp64: worst bias mode, every n, fp32 and bf16."""
-        steps, batch = self.s.steps or ACCURACY_STEPS, self.s.batch or ACCURACY_BATCH
-        for n in self.s.sizes:
+        for n in self.sizes:
             self.report(f"accuracy, n = {n}")
             for dtype in (torch.float32, torch.bfloat16):
-                self.result["accuracy"].append(self.worst(n, batch, steps, dtype))
+                self.result["accuracy"].append(self.worst(n, dtype))
 
-    def worst(self, n: int, batch: int, steps: int, dtype: torch.dtype) -> Row:
+    def worst(self, n: int, dtype: torch.dtype) -> Row:
         found: dict[str, Row] = {}
         for bias in cases.BIASES:
-            case = make_case(n, batch, steps, self.device, bias=bias, dtype=dtype, states=True, ups=cases.OUTPUTS)
+            of = {"bias": bias, "dtype": dtype, "states": True, "ups": cases.OUTPUTS}
+            case = self.case(n, ACCURACY_BATCH, ACCURACY_STEPS, **of)
             got = cases.both(cases.eager_scan(), case.leaves())
             want, loops = (cases.exact(case, True, d) for d in (torch.float64, torch.float32))
             for name, entry in cases.compare(got, want, loops).items():
@@ -186,6 +188,7 @@ class Run(variants.Run[Settings]):
                 # Written so that a NaN counts as the worst.
                 if kept is None or not entry["relative"] / entry["bar"] <= kept["relative"] / kept["bar"]:
                     found[name] = entry | {"bias": bias}
+        _, batch, steps = case.sizes
         return {"n": n, "B": batch, "T": steps, "dtype": str(dtype).removeprefix("torch."), "errors": found}
 
     def determinism(self) -> None:
@@ -207,7 +210,7 @@ class Run(variants.Run[Settings]):
         """Measures the op and the loop on two threads."""
         n, batch, steps = cases.CPU_SHAPE
         with running.threads(cases.CPU_THREADS):
-            case = self.case(n if n in self.s.sizes else self.some_sizes()[0], batch, steps)
+            case = self.case(n if n in self.sizes else self.some_sizes()[0], batch, steps)
             self.time([*self.ours(case, True), *self.eager_loop(case)], "cpu")
         eager = {r["what"]: r["median_us"] for r in self.result["cpu"] if r["variant"] == cases.EAGER}
         for r in self.result["cpu"]:
@@ -220,9 +223,9 @@ class Run(variants.Run[Settings]):
     def rollup(self) -> None:
         """Measures compiling a Python loop with the plugin, which rolls it up."""
         n, batch = cases.ROLLUP_SHAPE
-        for steps in cases.ROLLUP_STEPS if self.s.steps is None else (self.s.steps,):
+        for steps in cases.ROLLUP_STEPS[: 1 if self.s.small else None]:
             self.report(f"compiling a loop of {steps} steps")
-            self.result["rollup"].append(rolled_up(make_case(n, self.s.batch or batch, steps, self.device)))
+            self.result["rollup"].append(rolled_up(self.case(n, batch, steps)))
 
 
 def _header(v: Variant) -> Row:

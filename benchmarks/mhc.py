@@ -31,7 +31,7 @@ from .report import Result, Row, Table, us, yes
 from .variants import FixedClock, Variant, chained
 
 DIMS = (2560, 4096, 7168)
-CPU_TOKENS, CPU_DIM = 64, 256
+SMALL_TOKENS, SMALL_DIM = 12, 48
 DECODE_TOKENS, DECODE_DIM, DECODE_CHAIN = (1, 8, 64), 4096, 20
 PARTS = (*map(str, DIMS), "npu", "decode", "memory", "accuracy", "determinism")
 CPU_NOTICE = "CPU run, wall clock, a small shape: it says nothing of a GPU."
@@ -52,8 +52,6 @@ class Settings(running.Settings):
     parts: tuple[str, ...] = PARTS
     rounds: int = 40
     peers: bool = False
-    tokens: int | None = None
-    dim: int | None = None
     exclude: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -95,7 +93,7 @@ class _Clock(FixedClock):
 
 
 class Run(variants.Run[Settings]):
-    operator, notice, unit = "mhc", CPU_NOTICE, None
+    operator, notice, unit, small_on_cpu = "mhc", CPU_NOTICE, None, True
     lists = ("rows", "decode", "memory", "accuracy", "determinism")
     at = ""
     """The group that is measured."""
@@ -114,9 +112,7 @@ class Run(variants.Run[Settings]):
     # ---- inputs
 
     def tokens_and_dim(self, tokens: int, dim: int) -> tuple[int, int]:
-        if self.gpu:
-            return self.s.tokens or tokens, self.s.dim or dim
-        return self.s.tokens or min(tokens, CPU_TOKENS), self.s.dim or CPU_DIM
+        return (min(tokens, SMALL_TOKENS), SMALL_DIM) if self.s.small else (tokens, dim)
 
     def inputs(self, tokens: int, dim: int, **kwargs: Any) -> Inputs:
         return make_inputs((tokens,), cases.N, dim, self.device, **kwargs)
@@ -222,7 +218,7 @@ class Run(variants.Run[Settings]):
 
     def accuracy(self) -> None:
         """Measures errors against fp64 next to the plain formula's."""
-        tokens, dim = (512, 4096) if self.gpu else self.tokens_and_dim(64, CPU_DIM)
+        tokens, dim = self.tokens_and_dim(512, 4096)
         for name, kwargs in ACCURACY.items():
             self.report(f"accuracy: {name}")
             i = self.inputs(tokens, dim, **kwargs)

@@ -246,12 +246,12 @@ def test_what_a_cell_says(field: str, row: Row, text: str) -> None:
     [
         of(
             "mhc",
-            "--rows 2560,determinism --rounds 2 --tokens 4 --dim 32 --no-compiled",
-            lambda r: {row["dim"] for row in r["rows"]} == {32} and "nothing of a GPU" in r["notice"],
+            "--rows 2560,determinism --rounds 2 --no-compiled",
+            lambda r: {row["dim"] for row in r["rows"]} == {48} and "nothing of a GPU" in r["notice"],
         ),
         of(
             "e79",
-            "--part cpu,accuracy --rounds 2 --sizes 4 --batch 2 --steps 3 --no-compiled",
+            "--part cpu,accuracy --rounds 2 --small --no-compiled",
             lambda r: r["cpu"] and r["accuracy"] and not r["rows"],
         ),
         of("selection", "--part cpu --rounds 4 --small", lambda r: r["cpu"] and not r["rows"]),

@@ -33,8 +33,8 @@ ONLY_GPU = {
 OTHER = {"kernels", "origins", "resumed", "device", "settings", "skipped", "seconds_of", "versions"}
 """Fields of a result that say where and how it was measured."""
 SETTINGS: dict[str, dict[str, Any]] = {
-    "mhc": {"rounds": 3, "seed": 5, "parts": ("4096",), "compiled": False, "tokens": 12, "dim": 48},
-    "e79": {"rounds": 3, "seed": 4, "compiled": False, "sizes": (6,), "batch": 3, "steps": 5},
+    "mhc": {"rounds": 3, "seed": 5, "parts": ("4096",), "compiled": False},
+    "e79": {"rounds": 3, "seed": 4, "compiled": False, "small": True},
     "selection": {"rounds": 4, "seed": 4, "small": True},
     "lists": {"rounds": 4, "seed": 4},
     "index": {"rounds": 4, "seed": 4},
