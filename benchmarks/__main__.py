@@ -89,10 +89,6 @@ def _say(text: str) -> None:
     console.print(text, highlight=False, markup=False)
 
 
-def _shown(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
 def _list(text: str) -> tuple[str, ...]:
     return tuple(w.strip() for w in text.split(",") if w.strip())
 
@@ -121,7 +117,7 @@ def _path(out: pathlib.Path, stem: str, **ends: bool) -> pathlib.Path:
 def _done(run: Any, result: Any, path: pathlib.Path, good: bool) -> None:
     """Writes a result and its page, prints its table, and exits with 1 unless it is ``good``."""
     run.write(result, path)
-    _shown(run.table(_read(path)))
+    console.print(run.table(_read(path)), highlight=False, markup=False, soft_wrap=True)
     if not good:
         raise typer.Exit(1)
 
@@ -218,11 +214,11 @@ def lists_filled(
     into: Into = RESULTS / "lists.json",
 ) -> None:
     """Puts the parts that a later run of lists has into another's result, with its device and commit. Measures nothing."""
-    from . import lists, lists_fill
+    from . import lists
 
     found = _read(later)
     parts = _words(only, lists.PARTS, "part") if only else found["settings"]["parts"]
-    _filled(lists, into, lambda result: lists_fill.fill(result, found, parts, lists.LISTS_OF))
+    _filled(lists, into, lambda result: lists.fill(result, found, parts))
 
 
 @app.command("sparse_fill")

@@ -62,15 +62,14 @@ def table(result: dict[str, Any]) -> str:
             lines.append([name, *("-" if k is None else f"{k['registers']} / {k['spilled']}" for k in both)])
     slow = [k for k, r in result["ratios"].items() if r > SLOWER]
     head = f"{a['device']}, torch {a['versions']['torch']}, commit {a['commit']}; microseconds."
-    return "\n\n".join(
-        [
-            f"# {' and '.join(tritons)} on one card",
-            head,
-            markdown(["case", *tritons, "ratio"], times),
-            f"More than {SLOWER - 1:.0%} slower with the second: {', '.join(slow) or 'none'}.",
-            "Registers / spilled registers a thread, where they differ:",
-            markdown(["kernel", *tritons], lines) + "\n",
-        ]
+    return report.document(
+        f"{' and '.join(tritons)} on one card",
+        [],
+        head,
+        markdown(["case", *tritons, "ratio"], times),
+        f"More than {SLOWER - 1:.0%} slower with the second: {', '.join(slow) or 'none'}.",
+        "Registers / spilled registers a thread, where they differ:",
+        markdown(["kernel", *tritons], lines),
     )
 
 

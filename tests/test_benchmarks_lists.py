@@ -21,7 +21,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import lists, lists_fill, lists_peers, pages, report, running, timing, variants
+from benchmarks import lists, lists_peers, pages, report, running, timing, variants
 from benchmarks import lists_cases as cases
 from benchmarks.accuracy import relative
 from benchmarks.lists_cases import Shape
@@ -430,13 +430,13 @@ def test_a_later_run_that_left_cells_out_does_not_complete(on_h200: dict[str, An
     later = of_an_h100(on_h200)
     row = next(r for r in later["peers"] if r["variant"] == cases.GATHER)
     row["reason"] = running.SPENT
-    assert not lists_fill.fill(without_peers(on_h200), later, later["settings"]["parts"], lists.LISTS_OF)["complete"]
+    assert not lists.fill(without_peers(on_h200), later, later["settings"]["parts"])["complete"]
     only = of_an_h100(on_h200)
-    found = lists_fill.fill(without_peers(on_h200), only, ["crossing"], lists.LISTS_OF)
+    found = lists.fill(without_peers(on_h200), only, ["crossing"])
     assert not found["complete"] and f"{cases.GATHER}, A, fwd" in found["skipped"]
     only["settings"]["shapes"] = ["A"]
     with pytest.raises(running.OtherRun, match="shapes"):
-        lists_fill.fill(without_peers(on_h200), only, ["crossing"], lists.LISTS_OF)
+        lists.fill(without_peers(on_h200), only, ["crossing"])
 
 
 def test_a_peers_wrong_output_is_named(on_h200: dict[str, Any]) -> None:
