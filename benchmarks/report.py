@@ -220,9 +220,13 @@ def wrong_outputs(rows: Iterable[Row], where: Callable[[Row], str]) -> list[str]
     return [f"{r['what']} {r['variant']} at {where(r)}: {', '.join(names)}" for r, names in missed if names]
 
 
-def outputs_section(bad: list[str], fine: str) -> str:
-    """Returns a section with the timed outputs that miss a bar, or ``fine`` if none does."""
-    return section("Outputs of the timed calls", "\n".join(f"- {b}" for b in bad) or fine)
+def outputs_section(rows: Iterable[Row], bad: list[str], fine: str) -> str:
+    """Returns a section with the timed outputs that miss a bar, or ``fine`` if none does; nothing if none has errors."""
+    return (
+        section("Outputs of the timed calls", "\n".join(f"- {b}" for b in bad) or fine)
+        if any("errors" in r for r in rows)
+        else ""
+    )
 
 
 def document(title: str, lines: Iterable[str], *parts: str) -> str:
