@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mhc_inductor
 
-from . import accuracy, running, variants
+from . import accuracy, variants
 from .report import Row
 from .variants import Variant
 
@@ -66,9 +66,7 @@ class Case:
     def op(self, leaves: Named) -> tuple[Tensor, Tensor]:
         """Returns o and lse of the op."""
         q, k, sink = leaves["q"], leaves["k"], leaves.get("sink")
-        found = mhc_inductor.selection_attention(q, k, leaves.get("v", k), **self.selected, sink=sink, return_lse=True)
-        assert isinstance(found, tuple)
-        return found
+        return mhc_inductor.selection_attention(q, k, leaves.get("v", k), **self.selected, sink=sink, return_lse=True)
 
     def forward(self) -> Named:
         """Returns o and lse, computed without gradients."""
@@ -160,7 +158,7 @@ def finite(got: Named) -> bool:
     return all(bool(t.isfinite().all()) for k, t in got.items() if k != "lse")
 
 
-class Run(variants.Run[running.S]):
+class Run(variants.Run):
     """A run of attention."""
 
     timed_parts = True

@@ -43,7 +43,7 @@ class Settings(running.Settings):
     cpu_parts = CPU_PARTS
 
 
-class Run(variants.Run[Settings]):
+class Run(variants.Run):
     operator, unit = "e79", "microseconds a time step"
     lists = ("rows", "batch", "further", "decode", "memory", "accuracy", "determinism", "cpu", "rollup")
     how = f"{running.REPLAYED}; the Python loop is called, not replayed"

@@ -88,9 +88,7 @@ class Case:
 
     @property
     def kvqm(self) -> Tensor:
-        kvqm = self.inputs["kvqm"]
-        assert kvqm is not None
-        return kvqm
+        return self.inputs["kvqm"]
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -32,7 +32,7 @@ class Settings(running.Settings):
     budget_s: float = 50.0
 
 
-class Run(variants.Run[Settings]):
+class Run(variants.Run):
     operator = "index"
     lists = ("rows", "errors", "determinism", "memory")
     kept = ("parts", "peers", "seed", "budget_s", "small", "threads")

@@ -65,7 +65,7 @@ class Settings(running.Settings):
     earlier: Row | None = None
 
 
-class Run(attention.Run[Settings]):
+class Run(attention.Run):
     operator = "lists"
     lists = tuple(name for names in LISTS_OF.values() for name in names)
     kept = ("parts", "shapes", "seed", "budget_s", "small", "threads")
@@ -479,8 +479,7 @@ TABLES: report.Makers = {
 
 def part_of(result: Result, part: str) -> Result:
     """Returns the run that a part is of: what names its device, versions and commit."""
-    found: Result = result.get("origins", {}).get(part, result)
-    return found
+    return result.get("origins", {}).get(part, result)
 
 
 def _origins(result: Result) -> list[str]:

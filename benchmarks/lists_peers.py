@@ -158,9 +158,7 @@ def ranges(case: Case, what: str) -> Made:
     def attend(q: Tensor, k: Tensor, v: Tensor | None, sink: Tensor | None) -> Tensor:
         values = (k[..., : case.shape.v_dim] if v is None else v)[:, None]
         logits = None if sink is None else sink[None]
-        o = mhc_inductor.selection_attention(q[:, :, None], k[:, None], values, chosen, sink=logits)
-        assert isinstance(o, Tensor)
-        return o[:, :, 0]
+        return mhc_inductor.selection_attention(q[:, :, None], k[:, None], values, chosen, sink=logits)[:, :, 0]
 
     return call(case, what, attend), ""
 
@@ -208,7 +206,6 @@ def first_call(name: str, case: Case, what: str) -> None:
 @functools.cache
 def _example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("tilelang_example", os.environ[EXAMPLE])
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -92,7 +92,7 @@ class _Clock(FixedClock):
         return super().failure(v, e)
 
 
-class Run(variants.Run[Settings]):
+class Run(variants.Run):
     operator, notice, unit, small_on_cpu = "mhc", CPU_NOTICE, None, True
     lists = ("rows", "decode", "memory", "accuracy", "determinism")
     at = ""

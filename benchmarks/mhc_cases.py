@@ -313,7 +313,6 @@ def compare(got: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], 
 
 def parameter_gradients(i: Inputs, saved: Named, dtype: torch.dtype) -> Named:
     """Returns pre's parameter gradients (raw logits), written out from the forward's saved tensors, in ``dtype``."""
-    assert i.gamma is not None and i.dh_post is not None and i.dh_res is not None
     n, wide = i.n, i.map(lambda _, t: t.to(dtype))
     h_pre, h_post, h_mix, inv_rms = (saved[k].to(dtype) for k in ("h_pre", "h_post", "h_mix", "inv_rms"))
     s = h_pre - HC_EPS
@@ -355,7 +354,6 @@ def _formula_of_both(p: PostPre, start: int, x_out: torch.Tensor, with_grads: bo
         ups = {"h_in": i.dh_in, "next_post": p.dnext_post[here].double(), "next_res": p.dnext_res[here].double()}
         if p.dnext_pre is not None:
             ups["next_pre"] = p.dnext_pre[here].double()
-        assert i.dx_out is not None
         grads = torch.autograd.grad([rounded, *(out[k] for k in ups)], leaves, [i.dx_out, *ups.values()])
         names = THROUGH if p.h_pre is None else (*THROUGH, "dh_pre")
         out.update(zip((*names, *SUMMED[:3]), grads, strict=True))

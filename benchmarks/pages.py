@@ -35,8 +35,7 @@ def pages(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
 
 def read(name: str, folder: pathlib.Path = RESULTS) -> dict[str, Any]:
     """Returns a results file as it was written."""
-    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-    return found
+    return json.loads((folder / f"{name}.json").read_text())
 
 
 def filled(page: str, results: Results = read) -> str:

@@ -43,14 +43,12 @@ class Worker:
             )
 
     def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
 
     def answer(self) -> str:
         """Returns the next line that the process answers with, "" where it has ended."""
-        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def ended(self, limit: float) -> object:

@@ -113,7 +113,7 @@ def written(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor) -> Tens
     return p[..., :-1].to(v.dtype) @ v
 
 
-class Run(variants.Run[Settings]):
+class Run(variants.Run):
     operator, lists, kept, small_on_cpu = "rule", ("rows",), ("parts", "seed", "small"), True
 
     def time(self, sizes: Row, found: list[Variant]) -> None:

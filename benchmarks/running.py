@@ -18,7 +18,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -87,10 +87,6 @@ class Settings:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         return device
-
-
-S = TypeVar("S", bound=Settings)
-"""The settings of a family."""
 
 
 class OtherRun(ValueError):
@@ -201,7 +197,7 @@ def side_by_side(jobs: Jobs) -> Row:
     return {"seconds": round(time.monotonic() - start, 1), "failed": failed}
 
 
-class PartRun(Generic[S]):
+class PartRun:
     """A run made of parts within a budget of seconds; each part is a method of the same name.
 
     It is complete if no part failed and the budget left nothing out.

@@ -63,7 +63,7 @@ class Settings(running.Settings):
     cpu_parts = CPU_PARTS
 
 
-class Run(attention.Run[Settings]):
+class Run(attention.Run):
     operator = "selection"
     lists = ("rows", "crossing", "errors", "determinism", "memory", "layers", "cpu", "cpu_dense", "cpu_errors")
     kept = ("parts", "seed", "budget_s", "small", "threads")
@@ -99,7 +99,6 @@ class Run(attention.Run[Settings]):
     def from_blocks(self, case: Case) -> Variant:
         """Returns the forward from block indices; the same call makes the ranges from them."""
         shape, chosen = case.shape, case.blocks
-        assert chosen is not None
 
         def call() -> Any:
             ranges = mhc_inductor.blocks_to_ranges(chosen, shape.block, shape.length)
@@ -298,7 +297,6 @@ def _of(case: Case, std: float, queries: int) -> Row:
 
 def union_sizes(case: Case) -> dict[str, float]:
     """Returns the mean number of blocks that 1, 4 and 16 neighbouring queries select together."""
-    assert case.blocks is not None
     count = -(-case.shape.length // case.shape.block)
     chosen = torch.where(case.blocks < 0, count, case.blocks).long()
     found = {}

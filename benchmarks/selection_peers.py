@@ -78,7 +78,6 @@ def fla_offers(case: Case) -> str | None:
 def fla_selected(case: Case, what: str) -> Call:
     """Returns flash-linear-attention's selected branch on the same blocks, in its layout ``[B, T, heads, D]``."""
     module = fla_module()
-    assert case.blocks is not None
     picks, block, scale = case.shape.picks, case.shape.block, case.shape.dim**-0.5
     chosen = case.blocks.contiguous()
 

@@ -162,7 +162,7 @@ Figures = Callable[[Row, timing.Timing], None]
 Check = Callable[[Row, Any], Row]
 
 
-class Run(running.PartRun[running.S]):
+class Run(running.PartRun):
     """A run that times variants."""
 
     long_us: ClassVar[float] = math.inf
