@@ -26,13 +26,7 @@ import torch
 import trainer_model
 import typer
 from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    DistributedType,
-    DynamoBackend,
-    FullyShardedDataParallelPlugin,
-    TorchDynamoPlugin,
-    set_seed,
-)
+from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin, set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from trainer_model import Plan, build, checked, compare, enabled, routed, sequences

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ("mhc_inductor", "kernels", "lowerings")
 BUDGETS: dict[tuple[str, ...], int] = {
     PACKAGE: 50_965,
-    ("benchmarks",): 11_019,
+    ("benchmarks",): 10_794,
     ("tests",): 58_100,
     ("examples",): 3_448,
 }

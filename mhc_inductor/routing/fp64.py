@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mhc_inductor import compat
+from mhc_inductor.routing.graph.values import tensors_in
 
 _CALL = 1 << 17
 """The elements that take about as long as a call without any."""
@@ -48,8 +48,8 @@ class Exact(compat.routing.TorchDispatchMode):
             return func(*args, **kwargs).double()
         kwargs = {name: _promoted(a) for name, a in kwargs.items()}
         out = func(*map(_promoted, args), **kwargs)
-        _done.work = work() + _CALL + sum(t.numel() for t in _tensors([out]))
-        if next(_tensors([*args, *kwargs.values()]), None) is not None:
+        _done.work = work() + _CALL + sum(t.numel() for t in tensors_in(out))
+        if tensors_in([*args, *kwargs.values()]):
             return out
         return compat.tree_map_only(Tensor, lambda t: t.double() if t.dtype in PROMOTED else t, out)
 
@@ -61,12 +61,3 @@ class Exact(compat.routing.TorchDispatchMode):
 
 def _promoted(arg: Any) -> Any:
     return torch.float64 if isinstance(arg, torch.dtype) and arg in PROMOTED else arg
-
-
-def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the tensors among arguments, or results, of an op and in its lists: pytree takes a fifth of all time here."""
-    for a in args:
-        if isinstance(a, Tensor):
-            yield a
-        elif isinstance(a, (list, tuple)):
-            yield from _tensors(a)

@@ -64,16 +64,11 @@ def limits(clamp: Value) -> tuple[Any, Any]:
 
 
 def bound_below(ref: Ref) -> tuple[Ref, float] | None:
-    """Returns (element, bound) of a clamp or a maximum that bounds an element from below, or None."""
+    """Returns (element, bound) of a clamp that bounds an element from below, or None."""
     if ref.value.func in CLAMPS:
         low, high = limits(ref.value)
         bound = number(low)
         return (peel(Ref(ref.value.args[0], ref.index)), bound) if bound is not None and high is None else None
-    if ref.value.func is aten.maximum.default:
-        a, b = operands(ref)
-        a, b = (b, a) if isinstance(a, float) else (a, b)
-        if isinstance(a, Ref) and isinstance(b, float):
-            return peel(a), b
     return None
 
 

@@ -23,8 +23,7 @@ from mhc_inductor.routing.sources import modules_of, source_of
 
 Found = Match | Miss | Routed
 _HOOKED = "S' of a step has a hook, and the step's M' or output reads S' too: the hook would miss their gradients"
-_VIEWS = "the inputs of the steps cannot be followed through their views"
-_BODY_VIEWS = "the inputs of the body cannot be followed through their views"
+_VIEWS = "the inputs of the {} cannot be followed through their views"
 
 
 class E79Scan:
@@ -87,7 +86,7 @@ class E79Scan:
                 if match is not None:
                     self._add(node, match)
         except (Mismatch, Unsupported) as error:
-            self._add(node, _miss(error, self.view.value(node), _BODY_VIEWS))
+            self._add(node, _miss(error, self.view.value(node), _VIEWS.format("body")))
 
     def _chain(self, one: Chain) -> list[Found]:
         found: list[Found] = []
@@ -101,7 +100,7 @@ class E79Scan:
             found.append(match_of(self.view, one))
         except (Mismatch, Unsupported) as error:
             if not isinstance(error, Mismatch) or error.reason:
-                found.append(_miss(error, self.view.value(known[one.steps[0].M_new]), _VIEWS))
+                found.append(_miss(error, self.view.value(known[one.steps[0].M_new]), _VIEWS.format("steps")))
         return found
 
 

@@ -26,6 +26,7 @@ from mhc_inductor.routing.operators.e79.terms import Frame, vector
 
 OP = "e79_scan"
 _REACH = 64
+_CROSSED = "S and M are swapped between two steps"
 
 
 @dataclasses.dataclass
@@ -186,6 +187,3 @@ class Search:
             before.steps.append(step)
             ends[step.S_new, step.M_new, step.pattern] = before
         return chains
-
-
-_CROSSED = "S and M are swapped between two steps"

@@ -6,16 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from mhc_inductor.routing.graph.expressions import (
-    Ref,
-    aten,
-    is_cast,
-    number,
-    peel,
-    product,
-    shown,
-    whole,
-)
+from mhc_inductor.routing.graph.expressions import Ref, aten, is_cast, number, peel, product, shown, whole
 from mhc_inductor.routing.graph.index import ONE, Size, Var, const, var
 from mhc_inductor.routing.graph.linear import placed
 from mhc_inductor.routing.graph.values import Value

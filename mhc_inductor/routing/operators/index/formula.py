@@ -20,14 +20,7 @@ from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import ADD, MULTIPLY, SUB, constant_of, filling, inner
-from mhc_inductor.routing.masks.operands import (
-    DIVIDE,
-    by_number,
-    dot,
-    has_product,
-    keeps_16_bits,
-    nearest,
-)
+from mhc_inductor.routing.masks.operands import DIVIDE, by_number, dot, has_product, keeps_16_bits, nearest
 
 EXPECTED = "expected sum over heads of w * relu(scale * q @ k), masks, and topk"
 NEAR = {

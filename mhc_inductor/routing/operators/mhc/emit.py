@@ -287,8 +287,4 @@ class Weights:
         if gamma is None:
             return None
         emit, node, n, d = self.edit.emit, self.edit.input(gamma.value), self.n, self.width // self.n
-        if gamma.rows == self.width:
-            return node if tuple(example(node).shape) == (n, d) else emit("reshape", node, n, d)
-        if gamma.rows != d:
-            raise Mismatch("gamma has neither n * D elements nor D", gamma.value)
-        return emit("expand", emit("reshape", node, d), n, d)
+        return node if tuple(example(node).shape) == (n, d) else emit("reshape", node, n, d)

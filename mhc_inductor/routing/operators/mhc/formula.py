@@ -385,12 +385,8 @@ def _phi(phi: Ref, feature: Index, width: int) -> tuple[Piece, Index]:
 
 
 def _gamma(gamma: Ref, feature: Index, width: int) -> Piece:
-    size = product_of(gamma.value.shape)
-    if gamma.flat == feature and size == Size(width):
+    if gamma.flat == feature and product_of(gamma.value.shape) == Size(width):
         return Piece(gamma.value, 0, width)
-    low = {a: c for a, c in feature.terms.items() if c != size and size.over(c) is not None}
-    if size.factor and not size.symbols and width % size.factor == 0 and gamma.flat == Index(low):
-        return Piece(gamma.value, 0, size.factor)
     raise Mismatch(NO_GAMMA, gamma.value)
 
 

@@ -10,17 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from mhc_inductor.routing.graph.expressions import Ref, aten, peel
-from mhc_inductor.routing.graph.index import (
-    ONE,
-    DynamicWidth,
-    Index,
-    Part,
-    Size,
-    Unsupported,
-    Var,
-    const,
-    var,
-)
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import Key, atom, placed, replaced, variables_of
 from mhc_inductor.routing.graph.values import Value, Values
 from mhc_inductor.routing.interface import Mismatch
