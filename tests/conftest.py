@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pathlib
 from collections.abc import Iterator
@@ -11,13 +10,11 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-import torch._dynamo.config
-import torch._dynamo.guards
 import torch._inductor.config
 from torch._inductor.cpu_vec_isa import supported_vec_isa_list, valid_vec_isa_list
 
 from tests import golden
-from tests.tools import each_commit
+from tests.tools import each_commit, quick_torch
 
 pytest.register_assert_rewrite("tests.oracles.op_contract")
 golden.watch()
@@ -43,10 +40,7 @@ if INTERPRETED and not GPU:
 
     interpreter_fixes.apply()
 
-# After each compile, Dynamo collects garbage, and flushes the CPU's caches to time the new guards: 50 ms that no test
-# needs.
-torch._dynamo.config.run_gc_after_compile = False
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
+quick_torch.apply()
 
 T = TypeVar("T")
 
@@ -101,14 +95,8 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: list[py
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Makes the garbage collector run less often: at Python's defaults it takes a sixth of the time.
-
-    Tracing allocates millions of objects and few cycles. They are not frozen: the pass asks for the number of frozen
-    objects, which Python counts one by one.
-    """
     _check_groups(session)
-    gc.collect()
-    gc.set_threshold(100_000, 50, 100)
+    quick_torch.rare_collections()  # again: now without the garbage of the collection
 
 
 def _check_groups(session: pytest.Session) -> None:

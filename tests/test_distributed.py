@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism on gloo groups of two and three processes: ``distributed_checks.py`` has what the ranks run."""
+"""Context parallelism and ops on DTensors on gloo groups of two to four processes: ``tests/ranks`` has what they run."""
 
 from __future__ import annotations
 
-import json
-import pathlib
-import subprocess
-import sys
-import tempfile
+import functools
+from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,48 +15,39 @@ pytestmark = [
     pytest.mark.xdist_group("distributed"),
 ]
 
-from tests.ranks import distributed_checks  # noqa: E402
+from tests.ranks import distributed_checks, running, sharded_checks, sharded_models  # noqa: E402
 
 ONLY_TWO = ("under_torch_compile", "double_backward_raises", "mhc_needs_no_messages", "bf16", "a_rank_dies")
 ONLY_THREE = ("groups_and_meshes",)
 RUNS = {
-    2: [name for name in distributed_checks.CHECKS if name not in ONLY_THREE],
-    3: [name for name in distributed_checks.CHECKS if name not in ONLY_TWO],
+    "2 ranks": ((2,), [name for name in distributed_checks.CHECKS if name not in ONLY_THREE]),
+    "3 ranks": ((3,), [name for name in distributed_checks.CHECKS if name not in ONLY_TWO]),
+    "sharded by 2": ((2,), list(sharded_checks.ONE)),
+    "sharded by 2 x 2": ((2, 2), list(sharded_checks.TWO)),
 }
-LIMIT = 500  # seconds
+
+
+def _cases() -> list[object]:
+    """Returns each check of each run. Each commit runs all but engines with another model than the one it takes there."""
+    other = sharded_models.CHECKS.keys() - sharded_models.EACH_COMMIT
+    return [
+        pytest.param(run, name, marks=[] if name in other else pytest.mark.every_case)
+        for run, (_, names) in RUNS.items()
+        for name in names
+    ]
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[int, list[dict[str, str]]]:
-    """Returns, for each number of ranks, what failed on each rank, by check."""
-    names = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if hasattr(item, "callspec") and item.module is request.module and "name" in item.callspec.params
-    }
-    return {size: _started(size, [n for n in checks if n in names]) for size, checks in RUNS.items()}
+def said(request: pytest.FixtureRequest) -> Callable[[str], dict[str, str]]:
+    """Returns a function that returns what the ranks of a run said, by check: it runs the checks that are asked for."""
+    asked = defaultdict(list)
+    for item in request.session.items:
+        if hasattr(item, "callspec") and item.module is request.module:
+            asked[item.callspec.params["run"]].append(item.callspec.params["name"])
+    return functools.cache(lambda run: running.run(RUNS[run][0], asked[run]))
 
 
-def _started(size: int, names: list[str]) -> list[dict[str, str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        program = (
-            "import sys; sys.path.insert(0, sys.argv[1]); from tests.ranks import distributed_checks as d; "
-            "d.run_rank(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])"
-        )
-        here = str(pathlib.Path(__file__).parent.parent)
-        commands = [[sys.executable, "-c", program, here, str(rank), str(size), folder, *names] for rank in range(size)]
-        started = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
-        try:
-            output = [process.communicate(timeout=LIMIT)[0] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        files = [pathlib.Path(folder) / f"rank{rank}.json" for rank in range(size)]
-        return [json.loads(f.read_text()) if f.exists() else {"": o} for f, o in zip(files, output, strict=True)]
-
-
-@pytest.mark.every_case  # most of the time goes into starting the processes
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in RUNS.items() for name in names])
-def test_ranks(size: int, name: str, results: dict[int, list[dict[str, str]]]) -> None:
-    failed = {rank: found.get(name, f"did not run: {found}") for rank, found in enumerate(results[size])}
-    assert not any(failed.values()), "\n".join(f"rank {rank}: {text}" for rank, text in failed.items() if text)
+@pytest.mark.parametrize(("run", "name"), _cases())
+def test_ranks(run: str, name: str, said: Callable[[str], dict[str, str]]) -> None:
+    told = said(run)[name]
+    assert not told, told

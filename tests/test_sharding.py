@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops on DTensors: the table of dimensions, and the checks of :mod:`tests.ranks.sharded_checks` on ranks of their own."""
+"""The ops on DTensors, without processes: the table of dimensions and what follows from it."""
 
 from __future__ import annotations
 
@@ -10,38 +10,9 @@ import pytest
 import torch
 
 from mhc_inductor.ops import dims, registry, sharding
-from tests.ranks import sharded_checks, sharded_ops
+from tests.ranks import sharded_ops
 
-pytestmark = [
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed"),
-    pytest.mark.xdist_group("sharding"),
-]
-
-
-@pytest.fixture(scope="module")
-def one() -> dict[str, list[str]]:
-    return sharded_checks.run((2,), sharded_checks.ONE_NAMES)
-
-
-@pytest.fixture(scope="module")
-def two() -> dict[str, list[str]]:
-    return sharded_checks.run((2, 2), [check.__name__ for check in sharded_checks.TWO])
-
-
-@pytest.mark.every_case  # processes run them all, whichever are asked for
-@pytest.mark.parametrize("name", sharded_checks.ONE_NAMES)
-def test_two_ranks(one, name):
-    assert one[name] == [""] * 2, "\n".join(one[name])
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("name", [check.__name__ for check in sharded_checks.TWO])
-def test_four_ranks(two, name):
-    ranks = 3 if "dead" in name else 4
-    assert two[name] == [""] * ranks, "\n".join(two[name])
-
-
-# --- without processes --------------------------------------------------------------------------------------
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
 def test_every_op_is_in_the_table():

@@ -51,7 +51,7 @@ def whole_a_dead_rank_ends_in_an_error(mesh: Any) -> None:
     args = mhc_inputs((1, 8))
     parts = [distribute_tensor(t, flat, [Shard(3) if i == 0 else Replicate()]) for i, t in enumerate(args)]
     if dist.get_rank() == mesh.size() - 1:
-        raise SystemExit  # a normal end: what this rank said before still reaches the parent
+        return  # the process ends
     try:
         mhc_layer(*parts).full_tensor()
     except RuntimeError:

@@ -217,3 +217,5 @@ CHECKS = {
     for check in ENGINES
     for kind in ("mHC", "lists", "E79")
 }
+EACH_COMMIT = {f"{check.__name__}[{kind}]" for check, kind in zip(ENGINES, ("mHC", "lists", "E79") * 2, strict=True)}
+"""Each engine with one model. Which plan has which needs: see ``whole`` and ``partial`` in ``engine_models.py``."""
