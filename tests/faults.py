@@ -240,7 +240,7 @@ FAULTS = (
         "kernels/e79/forward.py",
         "h += bmr",
         "h += bsr",
-        "test_interpreter.py::test_kernels_under_the_interpreter[e79-40]",
+        "test_interpreter.py::test_kernels_under_the_interpreter[e79]",
     ),
 )
 

@@ -16,8 +16,23 @@ from tests.tools.each_commit import COMMIT
 from tests.tools.offline import part
 
 TESTS = pathlib.Path(__file__).parent
-KEPT = ("few", "e79", "selection", "selection_pieces", "selection_join", "index_backward")
-"""Kernels that each commit interprets: they take seconds."""
+LEAST = {
+    "mhc": 100,
+    "single_pass": 75,
+    "e79": 40,
+    "selection": 300,
+    "selection_pieces": 24,
+    "selection_lists": 300,
+    "selection_join": 40,
+    "index": 85,
+    "index_backward": 28,
+    "index_loss": 90,
+    "few": 6,
+}
+"""The least cases of each file ``test_kernels_NAME.py``; of selection's, the part that conftest.some keeps here."""
+KEPT = ("e79", "selection selection_pieces selection_join index_backward few")
+"""Files that each commit interprets, those of one process together: they take seconds."""
+OTHERS = ("mhc", "single_pass", "selection_lists", "index", "index_loss")
 BF16_DOT = """
 import sys; sys.path.insert(0, {root!r})
 import torch, triton, triton.language as tl
@@ -50,37 +65,15 @@ def test_bf16_dot_is_fixed(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")
 @pytest.mark.every_case  # the processes leave out cases of their own
-@pytest.mark.timeout(900)  # each takes one or two minutes of one core
-@pytest.mark.parametrize(
-    # of selection's tests, the part that conftest.some keeps for the interpreter
-    ("operator", "least"),
-    part(
-        [
-            ("mhc", 100),
-            ("few", 6),
-            ("single_pass", 75),
-            ("e79", 40),
-            ("selection", 300),
-            ("selection_pieces", 24),
-            ("selection_lists", 300),
-            ("selection_join", 40),
-            ("index", 85),
-            ("index_backward", 28),
-            ("index_loss", 90),
-        ],
-        lambda operator, _: operator in KEPT,
-    ),
-)
-def test_kernels_under_the_interpreter(operator, least):
-    options = (
-        "-p",
-        "no:cacheprovider",
-        "-vv",
-        "--durations=0",
-        "--durations-min=0",
-    )  # tests/tools/counting.py reads them
-    done = _run("-m", "pytest", *options, str(TESTS / f"test_kernels_{operator}.py"))
+@pytest.mark.timeout(900)  # each takes up to two minutes of one core
+@pytest.mark.parametrize(("names",), part([(n,) for n in (*KEPT, *OTHERS)], KEPT.__contains__))
+def test_kernels_under_the_interpreter(names):
+    files = {name: str(TESTS / f"test_kernels_{name}.py") for name in names.split()}
+    # tests/tools/counting.py reads the durations
+    done = _run("-m", "pytest", "-p", "no:cacheprovider", "-vv", "--durations=0", "--durations-min=0", *files.values())
     print(done.stdout)
-    passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0, done.stdout.partition("slowest durations")[0][-5000:] + done.stderr[-2000:]
-    assert passed and (COMMIT or int(passed[1]) >= least) and "skipped" not in done.stdout
+    for name in files:
+        passed = len(re.findall(rf"^tests/test_kernels_{name}\.py::.* PASSED", done.stdout, re.MULTILINE))
+        assert passed >= (1 if COMMIT else LEAST[name]), name
+    assert "skipped" not in done.stdout
