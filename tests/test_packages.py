@@ -26,7 +26,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         # What the doctor says of this torch.
         with pytest.raises(InductorError):
             packaged.make(folder, packaged.Everything(16, 8, picks=True, recurrent=True), 16)
-    packaged.make(folder, packaged.Everything(16, 8, picks=True, recurrent=not missing), 16)
+    everything = packaged.Everything(16, 8, picks=True, recurrent=not missing)
+    packaged.make(folder, packaged.Together(everything, packaged.Listed(16, 8, picks=False)), 16)
     return folder
 
 
@@ -40,12 +41,8 @@ def test_a_program_in_cpp_runs_it_without_python(package: pathlib.Path) -> None:
     packaged.run_in_cpp(package)
 
 
-@pytest.mark.parametrize(
-    "picks",
-    [pytest.param(False, id="dynamic", marks=pytest.mark.every_case), pytest.param(True, id="chosen keys")],
-)
-def test_lists_and_index_scores_run_without_this_package(tmp_path: pathlib.Path, picks: bool) -> None:
-    """Runs on a CPU what tests/test_gpu_packages.py runs on a GPU."""
-    packaged.make(tmp_path, packaged.Listed(16, 8, picks), 16, dynamic=not picks)
+def test_chosen_keys_run_without_this_package(tmp_path: pathlib.Path) -> None:
+    """Runs on a CPU what tests/test_gpu_packages.py runs on a GPU; lists of any length are in the package of all."""
+    packaged.make(tmp_path, packaged.Listed(16, 8, picks=True), 16, dynamic=False)
     packaged.run_in_python(tmp_path)
     packaged.run_in_cpp(tmp_path)

@@ -105,6 +105,22 @@ class Listed(nn.Module):
         return {"selection_list_attention": 1, "index_scores": 1, **({"index_topk": 1} if self.picks else {})}
 
 
+class Together(nn.Module):
+    """Models in one package: each takes a C++ compile."""
+
+    def __init__(self, *models: Everything | Listed) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, x: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+        return tuple(out for model in self.models for out in model(x, starts))
+
+    @property
+    def ops(self) -> dict[str, int]:
+        """Counts the ops of the routed program; no two models have one."""
+        return {op: count for model in self.models for op, count in model.ops.items()}
+
+
 def inputs(B: int, S: int, width: int, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(B * S + seed)
     starts = torch.randint(-3, S, (B, S, GROUPS, 1), generator=g)
@@ -121,7 +137,7 @@ def exported(model: nn.Module, width: int, device: str = "cpu", dynamic: bool = 
 
 
 def make(
-    folder: pathlib.Path, model: Everything | Listed, width: int, device: str = "cpu", dynamic: bool = True
+    folder: pathlib.Path, model: Everything | Listed | Together, width: int, device: str = "cpu", dynamic: bool = True
 ) -> None:
     """Writes the package ``model.pt2`` into a folder, and inputs and expected outputs of two cases.
 
