@@ -21,13 +21,14 @@ import torch._inductor.compile_fx as compile_fx_module
 from torch._dynamo.backends.debugging import aot_eager
 
 import mhc_inductor
-from tests.tools import example_modules
+from tests.tools import example_modules, quick_torch
 
 SIZES = {"steps": 4, "every": 2, "seq": 16, "dim": 32}
 """Sizes of each run, of :class:`trainer_model.Plan`."""
 
 
 def without_inductor() -> None:
+    quick_torch.apply()
     mhc_inductor.enable()
     mhc_inductor.disable()
     compile_fx_module.compile_fx = lambda gm, inputs, *_, **__: aot_eager(gm, inputs)
