@@ -12,43 +12,22 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import mhc_inductor
 from mhc_inductor.routing import interface
 from mhc_inductor.routing.edit import Edit, Pairs
 from mhc_inductor.routing.interface import Match
 from tests.formulas import laws
 from tests.formulas.gated_norm import GatedNorm, norm_formula
-from tests.formulas.laws import (
-    FORMULAS,
-    MHC,
-    MHC_PLACES,
-    Leaves,
-    added,
-    attention,
-    block,
-    changed,
-    check,
-    e79,
-    e79_leaves,
-    filled,
-    head,
-    hooked,
-    loop,
-    mhc_leaves,
-    normal,
-    post,
-    pre,
-    sdpa,
-    selection_leaves,
-)
+from tests.formulas.laws import FORMULAS, MHC, Leaves, block, check, e79, e79_leaves, mhc_leaves, normal, pre, sdpa
 
 SCAN, SELECTION, TRAIN = {"e79_scan": 1}, {"selection_attention": 1}, {"modes": ["train"]}
 HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "halve": hooked(lambda g: g * 0.5),
-    "clip": hooked(lambda g: g.clamp(-0.05, 0.05)),
-    "norm": hooked(lambda g: g / (g.norm() + 1e-3)),
+    "halve": laws.hooked(lambda g: g * 0.5),
+    "clip": laws.hooked(lambda g: g.clamp(-0.05, 0.05)),
+    "norm": laws.hooked(lambda g: g / (g.norm() + 1e-3)),
 }
 HOOKED = [
-    *(("mhc", place, hook) for place in MHC_PLACES for hook in ("halve", "clip")),
+    *(("mhc", place, hook) for place in laws.MHC_PLACES for hook in ("halve", "clip")),
     *(("e79", f"{name}{t}", hook) for name in "SM" for t in (1, 2, 3) for hook in ("clip", "norm")),
     *(
         ("e79", place, hook)
@@ -61,7 +40,7 @@ HOOKED = [
 
 @pytest.mark.parametrize(("family", "place", "hook"), HOOKED)
 def test_a_hook_on_a_value_inside_a_formula(family: str, place: str, hook: str) -> None:
-    changed(family, {place: HOOKS[hook]}, fresh=True, **TRAIN)
+    laws.changed(family, {place: HOOKS[hook]}, fresh=True, **TRAIN)
 
 
 def _kept(family: str, places: Sequence[str], now: str = "", late: str = "", returned: bool = False) -> None:
@@ -102,17 +81,15 @@ def test_a_hook_on_a_value_that_is_returned_and_used(places: list[str], hook: st
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["the last state alone", "every state"])
-def test_states_hooked_and_returned(last: bool) -> None:
-    def program(p: Leaves) -> Any:
-        states: list[Tensor] = []
+@laws.law_of(e79_leaves, named=["e79"], **TRAIN)
+def test_states_hooked_and_returned(p: Leaves, last: bool) -> Any:
+    states: list[Tensor] = []
 
-        def keep(t: Tensor) -> Tensor:
-            states.append(t)
-            return HOOKS["clip"](t) if not last or len(states) == 3 else t
+    def keep(t: Tensor) -> Tensor:
+        states.append(t)
+        return HOOKS["clip"](t) if not last or len(states) == 3 else t
 
-        return loop(p, {f"S{t}": keep for t in (1, 2, 3)})[0].sum(), states
-
-    check(program, e79_leaves(), named=["e79"], **TRAIN)
+    return laws.loop(p, {f"S{t}": keep for t in (1, 2, 3)})[0].sum(), states
 
 
 @pytest.mark.parametrize("which", [["S1"], ["S3"], ["M2"], ["S1", "S2", "S3"], ["out1"]], ids="+".join)
@@ -160,16 +137,17 @@ def test_outputs_of_a_loop_share_memory_as_before(how: str, batch: int) -> None:
     check(lambda p: RETURNS[how](*e79(p)), e79_leaves(batch=batch), routed=SCAN)
 
 
-def test_two_equal_loops_are_no_aliases() -> None:
-    def program(p: Leaves) -> Any:
-        first, second = e79(p), e79(p)
-        return torch.stack(first[0]), first[1], torch.stack(second[0]), second[1], first[2]
-
-    check(program, e79_leaves(), named=["e79"])
+@laws.law_of(e79_leaves, named=["e79"])
+def test_two_equal_loops_are_no_aliases(p: Leaves) -> Any:
+    first, second = e79(p), e79(p)
+    return torch.stack(first[0]), first[1], torch.stack(second[0]), second[1], first[2]
 
 
 ALIASES: dict[str, tuple[str, Callable[[Leaves], Any]]] = {
-    "two equal blocks": ("mhc", lambda p: (block(p["x"], p), block(p["x"], p), head(p["x"], p), head(p["x"], p))),
+    "two equal blocks": (
+        "mhc",
+        lambda p: (block(p["x"], p), block(p["x"], p), laws.head(p["x"], p), laws.head(p["x"], p)),
+    ),
     "two equal attentions": ("selection", lambda p: (sdpa(p), sdpa(p))),
     "parts of a block": ("mhc", lambda p: (h := pre(p["x"], p), h[0].unsqueeze(0), h[2].transpose(-1, -2))),
 }
@@ -295,7 +273,7 @@ def test_truncated_backpropagation_over_coefficients() -> None:
 def test_results_of_one_step_require_grad_only_where_a_part_of_theirs_trains(trained: str) -> None:
     """The outputs and S of a single step depend on no b_m."""
     leaves = e79_leaves(1)
-    check(loop, leaves, named=["e79"], modes=["train"], frozen=[k for k in leaves if k != trained])
+    check(laws.loop, leaves, named=["e79"], modes=["train"], frozen=[k for k in leaves if k != trained])
 
 
 @pytest.mark.parametrize("separate", [True, False])
@@ -349,7 +327,7 @@ def test_truncated_backpropagation_through_chunks() -> None:
     """Starts the second chunk from detached states of the first; each chunk has its own backward."""
 
     def chunk(kvqm: Tensor, S: Tensor, M: Tensor, b_s: Tensor, b_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return loop({"kvqm": kvqm, "S": S, "M": M, "b_s": b_s, "b_m": b_m})
+        return laws.loop({"kvqm": kvqm, "S": S, "M": M, "b_s": b_s, "b_m": b_m})
 
     def train(call: Callable[..., Any], state_grad: bool) -> list[Tensor]:
         p = {k: t.clone().requires_grad_(k.startswith("b_")) for k, t in e79_leaves(6).items()}
@@ -385,6 +363,7 @@ POLICIES: dict[str, tuple[str, ...] | None] = {
     "pre": ("mhc_pre",),
     "pre and post": ("mhc_pre", "mhc_post"),
     "nothing": (),
+    "every op": tuple(op.name().removeprefix("mhc_inductor::") for op in mhc_inductor.ops_to_save()),
 }
 
 
@@ -404,7 +383,11 @@ def checkpointed(fn: Callable[..., Any], policy: str, *given: Any) -> Any:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_checkpointed_blocks_give_the_same(policy: str) -> None:
-    check(lambda p: checkpointed(lambda x: block(block(x, p), p), policy, p["x"]), mhc_leaves(), named=["mhc"], **TRAIN)
+    """Nothing is fused where a policy decides what is saved, and a near miss names ``ops_to_save``."""
+    program = lambda p: checkpointed(lambda x: block(block(x, p), p), policy, p["x"])  # noqa: E731
+    found = check(program, mhc_leaves(), routed={"mhc_pre": 2, "mhc_post": 2}, **TRAIN)
+    assert [f.op for f in found.report.fused] == ["mhc_post_pre"] * (policy == "none")
+    assert ("ops_to_save" in str(found.near)) == (policy != "none")
 
 
 @pytest.mark.parametrize("policy", ["pre and post", "pre"])
@@ -442,18 +425,20 @@ def test_what_a_policy_saves_is_not_computed_again(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["none", "matmuls"])
 def test_checkpointed_loops_and_attentions_give_the_same(policy: str) -> None:
-    again = lambda p: checkpointed(lambda kvqm: loop({**p, "kvqm": kvqm}), policy, p["kvqm"])  # noqa: E731
+    again = lambda p: checkpointed(lambda kvqm: laws.loop({**p, "kvqm": kvqm}), policy, p["kvqm"])  # noqa: E731
     check(again, e79_leaves(), named=["e79"], modes=["train"])
-    check(lambda p: checkpointed(lambda q: sdpa({**p, "q": q}), policy, p["q"]), selection_leaves(), modes=["train"])
+    check(
+        lambda p: checkpointed(lambda q: sdpa({**p, "q": q}), policy, p["q"]), laws.selection_leaves(), modes=["train"]
+    )
 
 
 def _hides(scores: Tensor, mask: Tensor) -> Tensor:
     """Hides some keys in two ways: only without gradients to q and k is it known what rows without keys give."""
-    return added(-torch.inf)(filled(-torch.inf)(scores, mask), mask)
+    return laws.added(-torch.inf)(laws.filled(-torch.inf)(scores, mask), mask)
 
 
 def _region(p: Leaves) -> Tensor:
-    return attention(p, fill=_hides, at={"weights": torch.nan_to_num})
+    return laws.attention(p, fill=_hides, at={"weights": torch.nan_to_num})
 
 
 def _regions(p: Leaves) -> Tensor:
@@ -476,7 +461,7 @@ BEFORE: dict[str, Callable[[Leaves], Tensor]] = {
 @pytest.mark.parametrize("before", BEFORE)
 def test_inputs_of_a_region_without_gradients(before: str, region: Callable[[Leaves], Tensor]) -> None:
     program = lambda p: checkpoint(region, {**p, "q": BEFORE[before](p)}, use_reentrant=False)  # noqa: E731
-    leaves, trained = selection_leaves(empty=True), before.endswith("trained")
+    leaves, trained = laws.selection_leaves(empty=True), before.endswith("trained")
     how: dict[str, Any] = {"unrouted": "selection_attention"} if trained else {"routed": SELECTION}
     check(program, leaves, modes=["train"], frozen="qk", **how)
     check(program, leaves, modes=["train"], frozen="k" if before != "detached" else "q", unrouted="selection_attention")
@@ -485,26 +470,24 @@ def test_inputs_of_a_region_without_gradients(before: str, region: Callable[[Lea
 def test_an_input_of_a_region_that_gets_a_gradient_inside() -> None:
     inside = lambda p: lambda q: _region({**p, "q": q * p["v"].mean()})  # noqa: E731
     program = lambda p: checkpoint(inside(p), p["q"], use_reentrant=False)  # noqa: E731
-    check(program, selection_leaves(empty=True), modes=["train"], frozen="qk", unrouted="selection_attention")
+    check(program, laws.selection_leaves(empty=True), modes=["train"], frozen="qk", unrouted="selection_attention")
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_mask_that_is_passed_to_a_region_is_named_as_trained_if_it_is(trained: bool) -> None:
-    attend = lambda p: lambda q: attention({**p, "q": q}, fill=lambda scores, _: scores + p["mask"])  # noqa: E731
+    attend = lambda p: lambda q: laws.attention({**p, "q": q}, fill=lambda scores, _: scores + p["mask"])  # noqa: E731
     program = lambda p: checkpoint(attend(p), p["q"], use_reentrant=False)  # noqa: E731
-    leaves = {**selection_leaves(), "mask": normal(2, 4, 6, 12, seed=25)}
+    leaves = {**laws.selection_leaves(), "mask": normal(2, 4, 6, 12, seed=25)}
     found = check(program, leaves, modes=["train"], frozen=() if trained else ["mask"], unrouted="selection_attention")
     assert ("is trained" in found.near["selection_attention"]) == trained
 
 
 @pytest.mark.parametrize("used", ["outs", "last outs", "biases"])
-def test_results_of_a_loop_written_before_the_backward(used: str) -> None:
-    def program(p: Leaves) -> Any:
-        p = {**p, "b_s": p["b_s"] * 2, "b_m": p["b_m"] * 2}
-        outs, _, _ = e79(p)
-        return {"outs": torch.stack(outs), "last outs": outs[1:], "biases": (p["b_s"], p["b_m"], *outs)}[used]
-
-    check(program, e79_leaves(), named=["e79"], modes=["train"])
+@laws.law_of(e79_leaves, named=["e79"], modes=["train"])
+def test_results_of_a_loop_written_before_the_backward(p: Leaves, used: str) -> Any:
+    p = {**p, "b_s": p["b_s"] * 2, "b_m": p["b_m"] * 2}
+    outs, _, _ = e79(p)
+    return {"outs": torch.stack(outs), "last outs": outs[1:], "biases": (p["b_s"], p["b_m"], *outs)}[used]
 
 
 def test_a_bias_written_before_the_backward() -> None:
@@ -512,40 +495,32 @@ def test_a_bias_written_before_the_backward() -> None:
     check(program, mhc_leaves(), named=["mhc"], modes=["train"])
 
 
-def test_streams_that_only_the_op_keeps_are_written_before_the_backward() -> None:
-    def program(p: Leaves) -> Any:
-        x = p["x"] * 1.0
-        with torch.no_grad():
-            h_in, h_post, h_res = pre(x, p)
-        return x.detach(), post(x, torch.tanh(h_in @ p["w"]), h_post, h_res)
-
-    check(program, mhc_leaves(), routed=MHC, modes=["train"])
+@laws.law_of(mhc_leaves, routed=MHC, modes=["train"])
+def test_streams_that_only_the_op_keeps_are_written_before_the_backward(p: Leaves) -> Any:
+    x = p["x"] * 1.0
+    with torch.no_grad():
+        h_in, h_post, h_res = pre(x, p)
+    return x.detach(), laws.post(x, torch.tanh(h_in @ p["w"]), h_post, h_res)
 
 
 @pytest.mark.parametrize("which", [1, 2])
-def test_coefficients_that_only_the_op_keeps_are_written_before_the_backward(which: int) -> None:
+@laws.law_of(mhc_leaves, named=["mhc"], frozen=["x", "w"], modes=["train"])
+def test_coefficients_that_only_the_op_keeps_are_written_before_the_backward(p: Leaves, which: int) -> Any:
     """Writes h_post or h_res, which the formula does not keep for its backward, since f_out and x need no gradients."""
-
-    def program(p: Leaves) -> Any:
-        x = p["x"]
-        found = pre(x, p)
-        out = post(x, torch.tanh(found[0].detach() @ p["w"]), *found[1:])
-        return found[which], out
-
-    check(program, mhc_leaves(), named=["mhc"], frozen=["x", "w"], modes=["train"])
+    x = p["x"]
+    found = pre(x, p)
+    out = laws.post(x, torch.tanh(found[0].detach() @ p["w"]), *found[1:])
+    return found[which], out
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_result_of_a_loop_written_through_its_data_before_the_backward(which: int) -> None:
+@laws.law_of(e79_leaves, named=["e79"], modes=["train"], steps=False)
+def test_a_result_of_a_loop_written_through_its_data_before_the_backward(p: Leaves, which: int) -> Any:
     """Writes through ``.data``: eager's gradients see it where autograd kept the tensor, the op's own never do."""
-
-    def program(p: Leaves) -> Any:
-        outs, S, M = e79(p)
-        with torch.no_grad():
-            (outs[-1], S, M)[which].data.mul_(0.5)
-        return outs[-1], S, M
-
-    check(program, e79_leaves(), named=["e79"], modes=["train"], steps=False)
+    outs, S, M = e79(p)
+    with torch.no_grad():
+        (outs[-1], S, M)[which].data.mul_(0.5)
+    return outs[-1], S, M
 
 
 def _overwritten(t: Tensor, e: Tensor) -> Tensor:
@@ -563,10 +538,10 @@ STRAIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize(
-    ("family", "place"), [*(("mhc", place) for place in MHC_PLACES), *(("selection", place) for place in "qkv")]
+    ("family", "place"), [*(("mhc", place) for place in laws.MHC_PLACES), *(("selection", place) for place in "qkv")]
 )
 @pytest.mark.parametrize("how", STRAIGHT)
 def test_a_gradient_without_a_value_passes_a_formula(how: str, family: str, place: str) -> None:
     """Straight-through estimators: no value depends on e, but e gets a gradient that is not zero."""
     at = lambda p: {place: lambda t: STRAIGHT[how](t, p["e"].mean())}  # noqa: E731
-    changed(family, at, more={"e": normal(6, seed=7)}, **TRAIN)
+    laws.changed(family, at, more={"e": normal(6, seed=7)}, **TRAIN)

@@ -15,26 +15,9 @@ from mhc_inductor.routing import interface
 from mhc_inductor.routing.graph.index import DynamicWidth
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match
+from tests.formulas import laws
 from tests.formulas.gated_norm import GatedNorm, norm_formula
-from tests.formulas.laws import (
-    MHC,
-    Compiled,
-    Leaves,
-    added,
-    apart,
-    attention,
-    changed,
-    check,
-    compile_and_observe,
-    filled,
-    heads,
-    mhc_leaves,
-    normal,
-    observe,
-    sdpa,
-    selected,
-    selection_leaves,
-)
+from tests.formulas.laws import Compiled, Leaves, added, changed, check, filled, normal, observe, sdpa, selection_leaves
 
 # --- roundings that the model wrote on an input -------------------------------------------------------------
 
@@ -46,6 +29,10 @@ ROUND: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8_e5m2": lambda t: t.to(torch.float8_e5m2).to(t.dtype),
     "fake_quantised": lambda t: (t * 16).round() / 16,
     "straight_through": lambda t: t + (t.bfloat16().to(t.dtype) - t).detach(),
+    "int8": lambda t: (t * 32).to(torch.int8).to(t.dtype) / 32,
+    "scaled_fp8": lambda t: (t * 16).to(torch.float8_e4m3fn).to(t.dtype) * 0.0625,
+    "fake": lambda t: torch.fake_quantize_per_tensor_affine(t.float(), 0.05, 0, -127, 127).to(t.dtype),
+    "stays_bf16": lambda t: t.bfloat16(),
 }
 
 
@@ -54,13 +41,29 @@ ROUND: dict[str, Callable[[Tensor], Tensor]] = {
 def test_an_input_of_a_block_stays_rounded(how: str, place: str) -> None:
     if place == "x":  # in fp64 routing may leave rounded streams to the formula, with a near miss
         changed("mhc", {place: ROUND[how]})
-    changed("mhc", {place: ROUND[how]}, more=mhc_leaves(dtype=torch.float32) if place == "x" else {}, routed=MHC)
+    changed(
+        "mhc", {place: ROUND[how]}, more=laws.mhc_leaves(dtype=torch.float32) if place == "x" else {}, routed=laws.MHC
+    )
 
 
-@pytest.mark.parametrize("how", [k for k in ROUND if k not in ("bf16", "fp8_e4m3")])
-def test_phi_stays_rounded(how: str) -> None:
-    # The factor 1 / 16 may be a reason for a near miss.
-    changed("mhc", {"phi": ROUND[how]}, **({} if how == "fake_quantised" else {"routed": MHC}))
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [
+        *(("phi", how) for how in ROUND if how not in ("bf16", "fp8_e4m3", "stays_bf16")),
+        *((p, how) for p in ("alpha", "bias", "gamma") for how in ("fp16", "int8", "scaled_fp8", "fake", "stays_bf16")),
+    ],
+)
+def test_a_weight_stays_rounded(place: str, how: str) -> None:
+    # A factor such as 1 / 16 may be a reason for a near miss.
+    routed = {} if how in ("fake_quantised", "int8", "scaled_fp8") else {"routed": laws.MHC}
+    changed("mhc", {place: ROUND[how]}, **routed)
+
+
+@pytest.mark.parametrize("how", ["fp8_e4m3", "bf16", "fp16"])
+@pytest.mark.parametrize("place", ["h_pre", "h_post", "res", "mixed"])
+def test_intermediate_roundings_to_a_dtype_that_no_tensor_has_stay(place: str, how: str) -> None:
+    found = changed("mhc", {place: ROUND[how]}, more=laws.mhc_leaves(dtype=torch.float32))
+    assert "rounded to" in str(found.near)
 
 
 @pytest.mark.parametrize("how", ["bf16", "fp8_e4m3"])
@@ -70,16 +73,14 @@ def test_streams_rounded_for_the_projection_only(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["bf16", "fp8_e4m3"])
-def test_the_norm_of_rounded_streams(how: str) -> None:
-    def program(p: Leaves) -> Any:
-        x = p["x"]
-        v, low = x.flatten(-2), ROUND[how](x.flatten(-2))
-        z = F.linear(v, p["phi"]) * torch.rsqrt(low.square().mean(-1, keepdim=True) + 1e-6)
-        h_pre = torch.sigmoid(p["alpha"][0] * z[..., :4] + p["bias"][:4]) + 1e-6
-        h_post = 2 * torch.sigmoid(p["alpha"][1] * z[..., 4:8] + p["bias"][4:8])
-        return (h_pre.unsqueeze(-1) * x).sum(-2), h_post
-
-    check(program, mhc_leaves(), named=["mhc"])
+@laws.law_of(laws.mhc_leaves, named=["mhc"])
+def test_the_norm_of_rounded_streams(p: Leaves, how: str) -> Any:
+    x = p["x"]
+    v, low = x.flatten(-2), ROUND[how](x.flatten(-2))
+    z = F.linear(v, p["phi"]) * torch.rsqrt(low.square().mean(-1, keepdim=True) + 1e-6)
+    h_pre = torch.sigmoid(p["alpha"][0] * z[..., :4] + p["bias"][:4]) + 1e-6
+    h_post = 2 * torch.sigmoid(p["alpha"][1] * z[..., 4:8] + p["bias"][4:8])
+    return (h_pre.unsqueeze(-1) * x).sum(-2), h_post
 
 
 @pytest.mark.parametrize("place", ["kvqm", "S0", "M0", "b_s"])
@@ -128,7 +129,7 @@ def test_every_fill_gives_what_the_formula_gives(how: str, rows: str) -> None:
     leaves = selection_leaves(empty="empty" in rows, scale=1e5 if "large" in rows else 1.0)
     if "nan" in rows:
         leaves["q"][:, 2:4] = float("nan")
-    check(lambda p: attention(p, fill=SPELLINGS[how]), leaves, named=["selection"], tolerance=1e-7)
+    check(lambda p: laws.attention(p, fill=SPELLINGS[how]), leaves, named=["selection"], tolerance=1e-7)
 
 
 PAIRS: dict[str, tuple[Fill, Fill]] = {
@@ -156,7 +157,7 @@ def test_two_fills(how: str, empty: bool) -> None:
         def both(scores: Tensor, mask: Tensor) -> Tensor:
             return second(first(scores, mask), _causal(p, mask))
 
-        return attention(p, fill=both)
+        return laws.attention(p, fill=both)
 
     check(program, leaves, named=["selection"], tolerance=1e-7)
     assert _leak(program, leaves) == _leak(program, leaves, compiled=True)
@@ -174,7 +175,7 @@ def _leak(fn: Callable[[Leaves], Any], leaves: Leaves, compiled: bool = False) -
     for s in range(S - 1):
         later = {k: t.clone() for k, t in leaves.items()}
         later["v"][:, s + 1 + T - S :] += 1.0
-        seen.append(apart(observe(call, later, "no_grad").outputs[0][:, s], base[:, s]) > 0)
+        seen.append(laws.apart(observe(call, later, "no_grad").outputs[0][:, s], base[:, s]) > 0)
     return seen
 
 
@@ -183,7 +184,7 @@ def _leak(fn: Callable[[Leaves], Any], leaves: Leaves, compiled: bool = False) -
 def test_the_lowest_number_of_a_narrow_dtype(how: str, dtype: torch.dtype) -> None:
     fill = {"filled": filled, "added": added}[how](torch.finfo(dtype).min)
     leaves = selection_leaves(empty=True, dtype=dtype)
-    check(lambda p: attention(p, fill=fill), leaves, named=["selection"])
+    check(lambda p: laws.attention(p, fill=fill), leaves, named=["selection"])
 
 
 def test_sdpa_gives_zero_in_rows_without_keys() -> None:
@@ -279,11 +280,11 @@ def test_an_index_out_of_range_raises_as_in_eager(how: str, index: int) -> None:
     program = lambda p: sdpa(p, lambda p: RAISING[how](p["ranges"]))  # noqa: E731
     check(program, good, named=["selection"])
     want = observe(program, leaves, "no_grad")
-    got, _ = compile_and_observe(program, leaves, Compiled(), mode="no_grad")
-    plain, _ = compile_and_observe(program, leaves, Compiled(routes=False), mode="no_grad")
+    got, _ = laws.compile_and_observe(program, leaves, Compiled(), mode="no_grad")
+    plain, _ = laws.compile_and_observe(program, leaves, Compiled(routes=False), mode="no_grad")
     assert bool(got.error) == bool(want.error) or bool(got.error) == bool(plain.error), (got.error, want.error)
     if not want.error and not got.error:
-        assert apart(got.outputs[0], want.outputs[0]) < 1e-9
+        assert laws.apart(got.outputs[0], want.outputs[0]) < 1e-9
 
 
 # --- sizes --------------------------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ def test_another_size_than_the_one_that_was_taken_as_fixed_is_routed_anew() -> N
         call = torch.compile(norm_formula, backend=compiled.backend, dynamic=True)
         for width in (16, 24):
             x, w, gate = normal(6, width, seed=1), normal(width, seed=2), normal(6, width, seed=3)
-            assert apart(call(x, w, gate, 1e-6), norm_formula(x, w, gate, 1e-6)) < 1e-9
+            assert laws.apart(call(x, w, gate, 1e-6), norm_formula(x, w, gate, 1e-6)) < 1e-9
     finally:
         interface.unregister(_OfOneWidth.name)
     assert [one.op for one in compiled.report.routed] == ["gated_norm"] * 2
@@ -316,12 +317,10 @@ def test_another_size_than_the_one_that_was_taken_as_fixed_is_routed_anew() -> N
 # --- other cases --------------------------------------------------------------------------------------------
 
 
-def test_the_mask_used_as_a_number_too() -> None:
-    def program(p: Leaves) -> Any:
-        mask = selected(p)
-        return sdpa(p, lambda _: mask) * heads(mask, p).sum(-1).transpose(1, 2).unsqueeze(-1)
-
-    check(program, selection_leaves(), named=["selection"])
+@laws.law_of(selection_leaves, named=["selection"])
+def test_the_mask_used_as_a_number_too(p: Leaves) -> Any:
+    mask = laws.selected(p)
+    return sdpa(p, lambda _: mask) * laws.heads(mask, p).sum(-1).transpose(1, 2).unsqueeze(-1)
 
 
 def test_scores_too_large_for_the_sums() -> None:

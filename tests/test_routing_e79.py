@@ -23,10 +23,11 @@ from mhc_inductor.report import Report
 from mhc_inductor.routing import route
 from tests.formulas.reference_models_e79 import DIM, REFERENCE_MODELS, STATE, CoupledCell, Layer
 from tests.formulas.spellings_e79 import AXES, MUTATIONS, Loop, Settings, mutants, plain, singles, spellings
-from tests.tools.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
+from tests.tools.capture import Captured, alike, difference, eager, evaluate, not_worse, reasons, run
 from tests.tools.work import Work
 
 CHUNK, RANDOM, SEED = 13, 65, 0
+ONE = {"e79_scan": 1}
 SCAN = torch.ops.mhc_inductor.e79_scan.default
 
 
@@ -49,7 +50,7 @@ def _run(loop: Loop, *, routed: bool = True, dynamo: bool = True) -> tuple[Captu
 
 def assert_one_scan(loop: Loop) -> None:
     got, unrouted = _run(loop)
-    assert dict(got.ops) == {"e79_scan": 1}, f"{loop.name}: {reasons(got)}"
+    assert dict(got.ops) == ONE, f"{loop.name}: {reasons(got)}"
     (gm,) = got.graphs
     names = [str(getattr(node.target, "__name__", node.target)) for node in gm.graph.nodes]
     words = ("einsum", "matmul", "bmm", "sigmoid", "silu", "addcmul", "setitem")
@@ -171,7 +172,7 @@ def test_reference_models_are_routed_whole(name: str, grad: bool) -> None:
 @pytest.mark.parametrize("name", ["fixed bias", "input bias", "layer", "batch first, fp32 inside"])
 def test_reference_models_in_bf16(name: str) -> None:
     got, unrouted, exact = _reference_model(name, True, torch.bfloat16)
-    assert dict(got.ops) == {"e79_scan": 1}, reasons(got)
+    assert dict(got.ops) == ONE, reasons(got)
     not_worse(name, got, unrouted, exact)
 
 
@@ -181,11 +182,8 @@ def test_state_carried_from_call_to_call(bias: str, steps: int) -> None:
     torch.manual_seed(1)
     cell, x = CoupledCell(bias), torch.randn(steps, 2, DIM)
     state = [torch.randn(2, STATE, STATE) for _ in range(2)]
-    named = list(cell.named_parameters())
-    got, unrouted = run(cell, (x, *state), named), eager(cell, (x, *state), named)
-    (scan,) = _scans(got)
+    (scan,) = _scans(alike(cell, (x, *state), cell.named_parameters()))
     assert scan.args[3] is not None and scan.args[4] is not None
-    assert difference(got, unrouted) < 1e-5
 
 
 def test_a_projection_of_everything_goes_into_the_op_without_a_copy() -> None:
@@ -208,9 +206,7 @@ def test_the_four_vectors_are_found_side_by_side(slices: str) -> None:
 def test_one_step_is_routed_for_decoding() -> None:
     cell = CoupledCell("fixed").eval()
     x, state = torch.randn(1, 3, DIM), [torch.randn(3, STATE, STATE) for _ in range(2)]
-    got = run(cell, (x, *state), (), False)
-    assert dict(got.ops) == {"e79_scan": 1} and _scans(got)[0].args[5] == 0, reasons(got)
-    assert difference(got, eager(cell, (x, *state), (), False)) < 1e-5
+    assert _scans(alike(cell, (x, *state), ops=ONE, grad=False))[0].args[5] == 0
 
 
 # --- the loop's surroundings --------------------------------------------------------------------------------
@@ -230,10 +226,6 @@ def _states(kvqm: Tensor) -> tuple[Tensor, Tensor]:
 
 def _kvqm(steps: int = 4, batch: int = 2, n: int = 5) -> Tensor:
     return torch.randn(steps, batch, 4 * n, generator=torch.Generator().manual_seed(3))
-
-
-def _both(fn: Callable[..., Any], *given: Tensor, grad: bool = True) -> tuple[Captured, Captured]:
-    return run(fn, given, (), grad), eager(fn, given, (), grad)
 
 
 def unrolled(
@@ -309,9 +301,7 @@ ROUTED: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
 @pytest.mark.parametrize("name", ROUTED)
 def test_loops_that_are_routed(name: str) -> None:
     fn, steps, scans = ROUTED[name]
-    got, unrouted = _both(fn, _kvqm(steps))
-    assert dict(got.ops) == {"e79_scan": scans}, reasons(got)
-    assert difference(got, unrouted) < 1e-5
+    alike(fn, (_kvqm(steps),), ops={"e79_scan": scans})
 
 
 def _states_kept(kvqm: Tensor, what: str) -> Any:
@@ -350,9 +340,7 @@ FORBIDDEN: dict[str, tuple[Callable[[Tensor], Any], bool, str]] = {
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_loops_that_stay(name: str) -> None:
     fn, grad, reason = FORBIDDEN[name]
-    got, unrouted = _both(fn, _kvqm(), grad=grad)
-    assert not got.ops and reason in reasons(got)
-    assert difference(got, unrouted) == 0.0
+    assert reason in reasons(alike(fn, (_kvqm(),), ops={}, grad=grad, within=0.0))
 
 
 def test_outputs_fed_back_make_a_scan_of_each_step() -> None:
@@ -366,17 +354,15 @@ def test_outputs_fed_back_make_a_scan_of_each_step() -> None:
             x = x + out.repeat(1, 4)
         return S, M, x
 
-    got, unrouted = _both(fn, _kvqm())
+    got = alike(fn, (_kvqm(),))
     assert [node.args[0].meta["example_value"].shape[0] for node in _scans(got)] == [1, 1, 1], reasons(got)
     assert "depends on its result" in reasons(got)
-    assert difference(got, unrouted) < 1e-5
 
 
 def test_a_state_changed_in_place_between_steps_forbids_the_scan() -> None:
     fn = lambda kvqm: joined(kvqm, after=lambda t, S, M, out: (S[0].zero_(), (S, M))[1])  # noqa: E731
-    got, unrouted = _both(fn, _kvqm(), grad=False)
+    got = alike(fn, (_kvqm(),), grad=False, within=1e-6)
     assert all(node.args[0].meta["example_value"].shape[0] == 1 for node in _scans(got)), "steps joined over a change"
-    assert difference(got, unrouted) < 1e-6
 
 
 def test_a_buffer_that_is_read_while_it_is_filled_stays_one() -> None:
@@ -388,9 +374,8 @@ def test_a_buffer_that_is_read_while_it_is_filled_stays_one() -> None:
             seen.append(buffer.sum(0))
         return buffer, torch.stack(seen)
 
-    got, unrouted = _both(fn, _kvqm(), grad=False)
+    got = alike(fn, (_kvqm(),), grad=False, within=1e-6)
     assert any("setitem" in str(node.target) for node in got.graphs[0].graph.nodes)
-    assert difference(got, unrouted) < 1e-6
 
 
 def test_an_ordinary_recurrence_is_no_near_miss() -> None:
@@ -409,9 +394,7 @@ def test_an_ordinary_recurrence_is_no_near_miss() -> None:
             outs.append((S @ q[..., None])[..., 0] * F.silu(h))
         return torch.stack(outs), S
 
-    got, unrouted = _both(fn, _kvqm(3), torch.randn(5, 5))
-    assert got.report.empty
-    assert difference(got, unrouted) == 0.0
+    assert alike(fn, (_kvqm(3), torch.randn(5, 5)), within=0.0).report.empty
 
 
 # --- the higher-order scan, and the op itself ----------------------------------------------------------------
@@ -454,30 +437,24 @@ def _given(T: int = 4, B: int = 2, n: int = STATE) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
 def test_a_higher_order_scan_is_routed(grad: bool, dynamic: bool) -> None:
-    got = run(_by_scan, _given(), (), grad, dynamic=dynamic)
-    assert dict(got.ops) == {"e79_scan": 1}, reasons(got)
+    got = alike(_by_scan, _given(), ops=ONE, grad=grad, dynamic=dynamic)
     (gm,) = got.graphs
     assert not [node for node in gm.graph.nodes if node.op == "get_attr"], "the body is left"
     assert _scans(got)[0].args[0].op == "placeholder", "k, v, q and m are copied together"
-    assert difference(got, eager(_by_scan, _given(), (), grad)) < 1e-5
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_projection_in_the_body_becomes_one_of_all_steps(dynamic: bool) -> None:
     _, _, S, M = _given()
     x, w = torch.randn(2, 5, DIM), torch.randn(4 * STATE, DIM) / DIM**0.5
-    given = x, w, torch.randn(2, 5, STATE), S, M
-    got = run(_by_scan_with_projection, given, (), True, dynamic=dynamic)
-    assert dict(got.ops) == {"e79_scan": 1}, reasons(got)
-    assert difference(got, eager(_by_scan_with_projection, given)) < 1e-5
+    alike(_by_scan_with_projection, (x, w, torch.randn(2, 5, STATE), S, M), ops=ONE, dynamic=dynamic)
 
 
 def test_a_scan_of_something_else_is_left_alone() -> None:
     kvqm, _, S, M = _given()
     fn = lambda kvqm, S, M: _by_scan(kvqm, None, S, M, "delta plus")  # noqa: E731
-    got = run(fn, (kvqm, S, M), (), False)
-    assert not got.ops and "nothing is S' = r S c + delta (x) k^" in reasons(got)
-    assert difference(got, eager(fn, (kvqm, S, M), (), False)) < 1e-6
+    got = alike(fn, (kvqm, S, M), ops={}, grad=False, within=1e-6)
+    assert "nothing is S' = r S c + delta (x) k^" in reasons(got)
 
 
 def test_explain_covers_all_three_entry_points() -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tools.capture import difference, eager, not_worse, reasons, run
+from tests.tools import attentions
+from tests.tools.capture import alike, reasons, run
 
 INF = float("inf")
 S, H, D, BLOCK, TOP = 36, 2, 8, 8, 2
@@ -89,25 +90,19 @@ def form(gate: Callable[[Tensor], Tensor]) -> Form:
 @pytest.mark.parametrize("name", GATES)
 def test_gates_are_lists_of_blocks(name: str, grad: bool) -> None:
     fn = form(GATES[name])
-    got, want = run(fn, given(), grad=grad), eager(fn, given(), grad=grad)
-    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
-    assert difference(got, want) < 2e-6
+    got = attentions.routed(fn, given(), grad)
     shapes = [getattr(n.meta.get("example_value"), "shape", ()) for n in got.graphs[0].graph.nodes]
     assert not any(tuple(shape[-2:]) == (S, S) for shape in shapes)
 
 
 def test_in_bf16_the_op_is_as_exact_as_the_formula() -> None:
-    fn, at = form(assigned), given(dtype=torch.bfloat16)
-    got, plain, exact = run(fn, at), run(fn, at, routed=False), eager(fn, [t.double() for t in at])
-    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
-    not_worse("gate", got, plain, exact)
+    attentions.as_exact("gate", form(assigned), given(dtype=torch.bfloat16))
 
 
 def test_a_query_that_is_nan() -> None:
     at = given()
     at[0][20, 1, 3] = float("nan")
-    got, want = run(form(assigned), at), eager(form(assigned), at)
-    assert dict(got.ops) == {"selection_attention": 1} and difference(got, want) < 2e-6
+    attentions.routed(form(assigned), at)
 
 
 def _one(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> Tensor:
@@ -121,9 +116,8 @@ def _two(q: Tensor, k: Tensor, v: Tensor, own: Tensor) -> Tensor:
 @pytest.mark.parametrize(("fn", "count"), [(_one, 1), (_two, 2)])
 def test_a_gate_alone_keeps_its_gradients_of_zeros(fn: Callable[..., Tensor], count: int) -> None:
     at = [*given(), given()[0].cos()]
-    got, want = run(fn, at), eager(fn, at)
-    assert dict(got.ops) == {"selection_attention": count}, reasons(got)
-    assert difference(got, want) < 2e-6 and not got.grads["input 3"].any()
+    got = attentions.routed(fn, at, ops={"selection_attention": count})
+    assert not got.grads["input 3"].any()
     assert count > 1 or dict(run(fn, at, grad=False).ops) == {"selection_attention": 1}
 
 
@@ -198,9 +192,7 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_other_gates_are_what_they_say(name: str) -> None:
-    fn = form(KEPT[name])
-    got, want = run(fn, given()), eager(fn, given())
-    assert difference(got, want) < 2e-6, (dict(got.ops), reasons(got))
+    got = alike(form(KEPT[name]), given(), within=2e-6)
     assert "verified" not in reasons(got), "an op was made, and only its comparison with the formula refused it"
     assert not got.ops or name in ("read_again", "another_view", "base_written_after", "overlapping"), reasons(got)
 
@@ -214,8 +206,7 @@ def test_a_gate_that_is_returned(returned: str) -> None:
         more = {"base": (wide,), "view": (mask,), "both": (mask, wide)}[returned]
         return (attention(q, k, v, mask), *more)
 
-    got, want = run(fn, given()), eager(fn, given())
-    assert difference(got, want) < 2e-6, reasons(got)
+    alike(fn, given(), within=2e-6)
 
 
 def test_a_view_of_an_argument_is_written_in_the_argument() -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.formulas.reference_models_mhc import WIDTH, N, P, _balanced, around, normed, parameters, sublayer
+from tests.formulas.reference_models_mhc import WIDTH, N, P, _balanced, _gates, around, normed, parameters, sublayer
 from tests.test_routing_mhc_laws import reasons, same, streams
-from tests.tools.capture import difference, eager, run
+from tests.tools.capture import alike
 
 EPS = 0.1  # large enough to tell the forms apart
 K = N * WIDTH
@@ -62,9 +62,7 @@ def site(x: Tensor, p: P, form: Normed) -> Tensor:
     z = form(v) @ q["phi"].T
     if x.dtype is torch.float32:
         return around(x, q, _balanced, z)
-    pre = torch.sigmoid(z[..., :N] * q["alpha"][0] + q["bias"][:N])
-    post = torch.sigmoid(z[..., N : 2 * N] * q["alpha"][1] + q["bias"][N : 2 * N])
-    res = (z[..., 2 * N :] * q["alpha"][2] + q["bias"][2 * N :]).unflatten(-1, (N, N))
+    pre, post, res = _gates(z, q)
     return res @ x + post.unsqueeze(-1) * torch.tanh((pre.unsqueeze(-1) * x).sum(-2)).unsqueeze(-2)
 
 
@@ -73,8 +71,7 @@ def site(x: Tensor, p: P, form: Normed) -> Tensor:
 def test_values_and_gradients(name: str, dtype: torch.dtype) -> None:
     p = parameters()
     fn = functools.partial(site, p=p, form=SPELLINGS[name])
-    got = same(fn, (streams(dtype=dtype),), p.items(), 1e-5 if dtype is torch.float32 else 1e-12)
-    assert dict(got.ops) == BOTH, reasons(got)
+    got = same(fn, (streams(dtype=dtype),), p.items(), BOTH, within=1e-5 if dtype is torch.float32 else 1e-12)
     (call,) = [n for gm in got.graphs for n in gm.graph.nodes if str(n.target) == "mhc_inductor.mhc_pre.default"]
     assert call.args[-1] == "outside" and math.isclose(call.args[5], EPS, rel_tol=1e-6)
     assert "norm_eps = 0.1 outside the root" in str([r.detail for r in got.report.routed])
@@ -87,7 +84,7 @@ def test_the_factor_after_the_projection() -> None:
         v = x.flatten(-2)
         return around(x, p, _balanced, v @ p["phi"].T / (v.norm(dim=-1, keepdim=True) / math.sqrt(K) + EPS))
 
-    assert dict(same(fn, (streams(),), p.items()).ops) == BOTH
+    same(fn, (streams(),), p.items(), BOTH)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -102,28 +99,20 @@ def test_a_head_and_a_single_pass(dynamic: bool) -> None:
     def two(x: Tensor) -> Tensor:
         h_pre = None
         for _ in range(2):
-            z = SPELLINGS["sqrt of the mean"](x.flatten(-2)) @ p["phi"].T
-            pre = torch.sigmoid(z[..., :N] * p["alpha"][0] + p["bias"][:N])
-            post = torch.sigmoid(z[..., N : 2 * N] * p["alpha"][1] + p["bias"][N : 2 * N])
-            res = (z[..., 2 * N :] * p["alpha"][2] + p["bias"][2 * N :]).unflatten(-1, (N, N))
+            pre, post, res = _gates(SPELLINGS["sqrt of the mean"](x.flatten(-2)) @ p["phi"].T, p)
             h_in = x[..., 0, :] if h_pre is None else (h_pre.unsqueeze(-1) * x).sum(-2)
             x, h_pre = res.softmax(-1) @ x + post.unsqueeze(-1) * sublayer(h_in, p).unsqueeze(-2), pre
         return (h_pre.unsqueeze(-1) * x).sum(-2)
 
     for fn, wanted in ((head, {"mhc_head": 1}), (two, {"mhc_coefficients": 2, "mhc_collapse": 2, "mhc_post": 2})):
-        symbolic = (0, 1) if dynamic else ()
-        got = run(fn, (streams(2, 3),), list(p.items()), dynamic=None, symbolic=symbolic)
-        plain = eager(fn, (streams(2, 3),), list(p.items()))
-        assert dict(got.ops) == wanted, reasons(got)
-        assert difference(got, plain) < 1e-5
+        alike(fn, (streams(),), p.items(), wanted, dynamic=None, symbolic=(0, 1) if dynamic else ())
 
 
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_an_eps_elsewhere_stays(name: str) -> None:
     p = parameters()
     form, ops, reason = OTHERS[name]
-    got = same(functools.partial(site, p=p, form=form), (streams(),), p.items())
-    assert dict(got.ops) == ops
+    got = same(functools.partial(site, p=p, form=form), (streams(),), p.items(), ops)
     assert any(m.startswith(f"mhc_pre: {reason}") for m in reasons(got)), reasons(got)
 
 
@@ -145,8 +134,7 @@ def test_both_forms_of_one_x_stay_apart() -> None:
         x = around(x, p, _balanced)
         return around(x, p, _balanced, SPELLINGS["norm"](x.flatten(-2)) @ p["phi"].T) + normed(x).sum() * 0
 
-    got = same(two, (streams(),), p.items())
-    assert dict(got.ops) == {"mhc_pre": 2, "mhc_post": 2}, reasons(got)
+    same(two, (streams(),), p.items(), {"mhc_pre": 2, "mhc_post": 2})
 
 
 def test_a_token_of_zeros_in_training() -> None:

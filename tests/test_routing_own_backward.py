@@ -16,8 +16,8 @@ from mhc_inductor.report import Report
 from mhc_inductor.routing import route
 from mhc_inductor.routing.operators.mhc import own_backward
 from tests.formulas.reference_models_mhc import ITERS, WIDTH, N, P, around, parameters
-from tests.test_routing_mhc_laws import reasons
-from tests.tools.capture import Captured, difference, eager, run
+from tests.test_routing_mhc_laws import reasons, streams
+from tests.tools.capture import Captured, alike, difference, eager, run
 
 EPS = 1e-6
 LOOKED_THROUGH = {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1}
@@ -30,29 +30,34 @@ UNKNOWN = (
 Fn = Callable[..., Any]
 
 
-def steps(form: str, logits: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
+def steps(form: str, logits: Tensor, eps: float = EPS) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
     """Yields (matrix, sums, divisor, dim) after each division."""
-    m = logits.softmax(-1) + EPS if form == "softmax" else torch.exp(logits - logits.amax(-1, keepdim=True))
+    of = (-1, -2) if form == "exp_eps of the whole" else -1
+    m = logits.softmax(-1) + eps if form == "softmax" else torch.exp(logits - logits.amax(of, keepdim=True))
     for dim in [-2, *[-1, -2] * (ITERS - 1)] if form == "softmax" else [-1, -2] * ITERS:
         sums = m.sum(dim, keepdim=True)
-        divisor = sums + EPS if form == "softmax" else sums.clamp(min=EPS)
+        divisor = sums.clamp(min=eps) if form == "exp" else sums + eps
         m = m / divisor
         yield m, sums, divisor, dim
 
 
-def iterations(form: str, logits: Tensor) -> Tensor:
-    return [m for m, *_ in steps(form, logits)][-1]
+def iterations(form: str, logits: Tensor, eps: float = EPS) -> Tensor:
+    return [m for m, *_ in steps(form, logits, eps)][-1]
 
 
-def by_hand(form: str, logits: Tensor, grad: Tensor) -> Tensor:
+def by_hand(form: str, logits: Tensor, grad: Tensor, eps: float = EPS) -> Tensor:
     """Returns the gradient by the closed form of each step."""
-    for m, sums, divisor, dim in reversed([*steps(form, logits)]):
+    for m, sums, divisor, dim in reversed([*steps(form, logits, eps)]):
         inner = (grad * m).sum(dim, keepdim=True)
-        grad = (grad - (inner if form == "softmax" else torch.where(sums >= EPS, inner, 0.0))) / divisor
+        grad = (grad - (torch.where(sums >= eps, inner, 0.0) if form == "exp" else inner)) / divisor
+    if form == "softmax":
+        p = logits.softmax(-1)
+        return p * (grad - (grad * p).sum(-1, keepdim=True))
+    grad = grad * torch.exp(logits - (peak := logits.amax(-1, keepdim=True)))
     if form == "exp":
-        return grad * torch.exp(logits - logits.amax(-1, keepdim=True))
-    p = logits.softmax(-1)
-    return p * (grad - (grad * p).sum(-1, keepdim=True))
+        return grad
+    top = logits == peak  # the maximum does not cancel from sums with an eps
+    return grad - top * grad.sum(-1, keepdim=True) / top.sum(-1, keepdim=True)
 
 
 def by_autograd(form: str, logits: Tensor, grad: Tensor) -> Tensor:
@@ -91,14 +96,8 @@ def function(backward: Fn, form: str) -> Fn:
     return own(functools.partial(iterations, form), functools.partial(backward, form))
 
 
-def both(fn: Fn, p: P, lead: tuple[int, ...] = (2, 3), symbolic: Any = (), within: float = 1e-5) -> Captured:
-    """Runs ``fn`` routed and eagerly, and asserts equal values and gradients."""
-    x = torch.randn(*lead, N, WIDTH, generator=torch.Generator().manual_seed(3))
-    got = run(fn, (x,), list(p.items()), dynamic=None, symbolic=symbolic)
-    plain = eager(fn, (x,), list(p.items()))
-    assert not got.report.problems and difference(got, plain) < within
-    assert {k for k, g in got.grads.items() if g is None} == {k for k, g in plain.grads.items() if g is None}
-    return got
+def both(fn: Fn, p: P, ops: Any = None, **options: Any) -> Captured:
+    return alike(fn, (streams(),), p.items(), ops, dynamic=None, **options)
 
 
 def stays(matrix: Fn) -> Captured:
@@ -113,8 +112,7 @@ def stays(matrix: Fn) -> Captured:
 @pytest.mark.parametrize("form", ["softmax", "exp"])
 def test_a_derivative_written_by_hand(form: str, dynamic: bool) -> None:
     p, balanced = parameters(), function(by_hand, form)
-    got = both(lambda x: around(x, p, balanced), p, symbolic=(0, 1) if dynamic else ())
-    assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
+    got = both(lambda x: around(x, p, balanced), p, LOOKED_THROUGH, symbolic=(0, 1) if dynamic else ())
     assert [r.op for r in got.report.routed if r.detail.endswith(OWN)] == ["mhc_sinkhorn"]
     assert not got.report.near_misses and "autograd_function_apply" not in str(got.graphs[0].graph)
 
@@ -125,8 +123,7 @@ def test_a_backward_that_runs_the_iterations_again(backward: Fn) -> None:
     """Megatron's, where Dynamo traces it: then all leaf tensors are arguments of the Function's call."""
     p, balanced = parameters(), function(backward, "softmax")
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        got = both(lambda x: around(x, p, balanced), p)
-    assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
+        got = both(lambda x: around(x, p, balanced), p, LOOKED_THROUGH)
     assert not got.report.near_misses
 
 
@@ -151,8 +148,7 @@ def test_wider_arithmetic_inside_and_the_transpose() -> None:
         lambda logits: iterations("exp", logits.float()).to(logits.dtype),
         lambda logits, grad: by_hand("exp", logits.float(), grad.float()).to(logits.dtype),
     )
-    got = both(lambda x: around(x, p, lambda m: balanced(m.bfloat16()).float()), p, within=2e-2)
-    assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
+    both(lambda x: around(x, p, lambda m: balanced(m.bfloat16()).float()), p, LOOKED_THROUGH, within=2e-2)
 
     def columns_first(logits: Tensor) -> Tensor:
         m = torch.exp(logits - logits.amax(-2, keepdim=True))
@@ -162,16 +158,15 @@ def test_wider_arithmetic_inside_and_the_transpose() -> None:
 
     turn = lambda t: t.transpose(-1, -2)  # noqa: E731
     turned = own(columns_first, lambda logits, grad: turn(by_hand("exp", turn(logits), turn(grad))))
-    got = both(lambda x: around(x, p, turned), p)
-    assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
+    both(lambda x: around(x, p, turned), p, LOOKED_THROUGH)
 
 
 def test_layers_are_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     p, balanced, calls = parameters(), function(by_hand, "softmax"), list[object]()
     proof = own_backward._difference
     monkeypatch.setattr(own_backward, "_difference", lambda f: (calls.append(f), proof(f))[1])
-    got = both(lambda x: around(around(x, p, balanced), p, balanced), p)
-    assert dict(got.ops) == {k: 2 * n for k, n in LOOKED_THROUGH.items()} and len(calls) == 1
+    both(lambda x: around(around(x, p, balanced), p, balanced), p, {k: 2 * n for k, n in LOOKED_THROUGH.items()})
+    assert len(calls) == 1
 
 
 def _constant_sums(form: str, logits: Tensor, grad: Tensor) -> Tensor:
@@ -212,17 +207,23 @@ WRONG: dict[str, tuple[str, Callable[[str, Tensor, Tensor], Tensor]]] = {
     ),
     "not of large logits": ("exp", lambda form, logits, grad: by_hand(form, logits, grad) * (logits.abs() < 80)),
     "transposed": ("softmax", lambda *a: by_hand(*a).mT),
+    "zero": ("exp_eps", lambda form, logits, grad: torch.zeros_like(grad)),
+    "softmax's": ("exp_eps", lambda form, logits, grad: by_hand("softmax", logits, grad)),
 }
+EXP_EPS = ("straight through", "twice", "transposed", "clipped", "no NaN", "the last step only")
+"""Those of the softmax form that are tried of exp with an eps too, where the maximum has a gradient."""
 
 
 AMOUNTS = {"twice": 1.0, "almost": 1e-7, "no NaN": float("inf"), "no infinity": float("inf")}
 """By how much some of them differ from the derivative, relative to it; infinite if NaN is in one of them only."""
 
 
-@pytest.mark.parametrize("name", list(WRONG))
-def test_another_backward_stays_and_is_named(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, form) for name, (form, _) in WRONG.items()), *((name, "exp_eps") for name in EXP_EPS)]
+)
+def test_another_backward_stays_and_is_named(name: str, form: str) -> None:
     """The forward's iterations are the op inside the Function; its gradient is the model's."""
-    form, backward = WRONG[name]
+    backward = WRONG[name][1]
     got = stays(function(backward, form))
     assert reasons(got)[0].startswith(DIFFERS + "gradients differ by "), reasons(got)
     said = float(reasons(got)[0].rpartition(" ")[2])
@@ -288,60 +289,15 @@ def test_many_tokens_are_proved_on_fewer_or_where_the_size_is_in_the_body_on_all
     p, shapes, compared = parameters(), list[object](), own_backward._compared
     monkeypatch.setattr(own_backward, "_compared", lambda f, few, n: (shapes.append((*few,)), compared(f, few, n))[1])
     for backward in (by_hand, lambda form, logits, grad: by_hand(form, logits, grad.reshape(2, 3, N, N))):
-        got = both(functools.partial(around, p=p, matrix=function(backward, "softmax")), p)
-        assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
+        both(functools.partial(around, p=p, matrix=function(backward, "softmax")), p, LOOKED_THROUGH)
     assert shapes == [own_backward._FEW, own_backward._FEW, (2, 3)]
-
-
-def _shifted_steps(logits: Tensor, shift: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
-    m = torch.exp(logits - shift)
-    for dim in [-1, -2] * ITERS:
-        divisor = m.sum(dim, keepdim=True) + EPS
-        m = m / divisor
-        yield m, divisor, dim
-
-
-def _shifted(backward: Callable[[Tensor, Tensor], Tensor], peak: Callable[[Tensor], Tensor]) -> Fn:
-    """Returns the ``apply`` of exp iterations whose sums get an eps, which the maximum does not cancel from."""
-    return own(lambda logits: [m for m, *_ in _shifted_steps(logits, peak(logits))][-1], backward)
-
-
-def _row_peak(logits: Tensor) -> Tensor:
-    return logits.amax(-1, keepdim=True)
-
-
-def _eps_by_hand(logits: Tensor, grad: Tensor) -> Tensor:
-    for m, divisor, dim in reversed([*_shifted_steps(logits, _row_peak(logits))]):
-        grad = (grad - (grad * m).sum(dim, keepdim=True)) / divisor
-    grad = grad * torch.exp(logits - _row_peak(logits))
-    top = logits == _row_peak(logits)
-    return grad - top * grad.sum(-1, keepdim=True) / top.sum(-1, keepdim=True)
-
-
-SHIFTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "straight through": lambda logits, grad: grad,
-    "twice": lambda *a: 2 * _eps_by_hand(*a),
-    "transposed": lambda *a: _eps_by_hand(*a).mT,
-    "clipped": lambda logits, grad: _eps_by_hand(logits, grad.clamp(-100.0, 100.0)),
-    "no NaN": lambda *a: _eps_by_hand(*a).nan_to_num(),
-    "zero": lambda logits, grad: torch.zeros_like(grad),
-    "the last step only": lambda logits, grad: grad / [d for _, d, _ in _shifted_steps(logits, _row_peak(logits))][-1],
-    "softmax's": lambda logits, grad: by_hand("softmax", logits, grad),
-}
-
-
-@pytest.mark.parametrize("name", list(SHIFTED))
-def test_another_backward_of_exp_and_eps_is_named(name: str) -> None:
-    got = stays(_shifted(SHIFTED[name], _row_peak))
-    assert reasons(got)[0].startswith(DIFFERS + "gradients differ by "), reasons(got)
 
 
 def test_the_backward_of_exp_and_eps_is_not_named() -> None:
     """The op runs inside the Function, and the model's own backward stays."""
-    got = stays(_shifted(_eps_by_hand, _row_peak))
+    got = stays(function(by_hand, "exp_eps"))
     assert not got.report.near_misses and got.ops["mhc_sinkhorn"], reasons(got)
-    wrong = _shifted(SHIFTED["twice"], lambda logits: logits.amax((-1, -2), keepdim=True))
-    assert reasons(stays(wrong)), "a maximum of the whole matrix"
+    assert reasons(stays(function(WRONG["twice"][1], "exp_eps of the whole"))), "a maximum of the whole matrix"
 
 
 def _given(backward: Fn, gives: bool = False) -> Fn:
@@ -363,13 +319,9 @@ def test_a_backward_that_reads_another_tensor(other: Tensor, read: bool) -> None
     """A tensor of the graph that is 1 now may be another number later."""
     p = parameters()
     given = _given(lambda grad, other: grad * other if read else grad)
-    x = torch.randn(2, 3, N, WIDTH, generator=torch.Generator().manual_seed(3))
-
-    def fn(x: Tensor, other: Tensor) -> Tensor:
-        return around(x, p, lambda logits: given(logits, other))
-
-    got = run(fn, (x, other), list(p.items()))
-    assert difference(got, eager(fn, (x, other), list(p.items()))) < 1e-5
+    fn = lambda x, other: around(x, p, lambda logits: given(logits, other))  # noqa: E731
+    got = run(fn, (streams(), other), [*p.items()])
+    assert difference(got, eager(fn, (streams(), other), [*p.items()])) < 1e-5
     assert [r.op for r in got.report.routed if r.detail.endswith(OWN)] == ["mhc_sinkhorn"] * (not read), reasons(got)
     assert bool(reasons(got)) == read and all(r.startswith(DIFFERS + "gradients") for r in reasons(got)), reasons(got)
 
@@ -390,22 +342,11 @@ class Plain(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(logits)
         ctx.scale = scale
-        m = logits.softmax(-1)
-        for dim in [-2, -1, -2, -1, -2]:
-            m = m / m.sum(dim, keepdim=True)
-        return m
+        return iterations("softmax", logits, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (logits,) = ctx.saved_tensors
-        p = logits.softmax(-1)
-        made = [p]
-        for dim in [-2, -1, -2, -1, -2]:
-            made.append(made[-1] / made[-1].sum(dim, keepdim=True))
-        for k in range(5, 0, -1):
-            dim = -1 - k % 2
-            grad = (grad - (grad * made[k]).sum(dim, keepdim=True)) / made[k - 1].sum(dim, keepdim=True)
-        return ctx.scale * p * (grad - (grad * p).sum(-1, keepdim=True)), None
+        return ctx.scale * by_hand("softmax", *ctx.saved_tensors, grad, 0.0), None
 
 
 @pytest.mark.parametrize(
@@ -462,9 +403,8 @@ def test_a_backward_that_differs_rarely(name: str, symbolic: tuple[int, ...]) ->
     """Only for gradients or logits of a certain size, or for some of many tokens, and maybe not for those of now."""
     p = parameters()
     for tokens in (3000, 2000) if symbolic else (3000,):
-        x = torch.randn(1, tokens, N, WIDTH, generator=torch.Generator().manual_seed(3))
         fn = functools.partial(around, p=p, matrix=function(FAR[name], "softmax"))
-        got = run(fn, (x,), list(p.items()), dynamic=None, symbolic=symbolic)
+        got = run(fn, (streams(1, tokens),), list(p.items()), dynamic=None, symbolic=symbolic)
         later = tokens < 2990 and "position" in name
         assert reasons(got)[0].startswith(UNKNOWN if later else DIFFERS + "gradients differ by "), reasons(got)
         assert "autograd_function_apply" in str(got.graphs[0].graph)

@@ -24,7 +24,7 @@ from mhc_inductor.routing import edit as editing
 from mhc_inductor.routing.interface import Match, registered
 from tests.formulas import gated_norm
 from tests.tools import capture
-from tests.tools.capture import Captured, difference, eager, reasons, run
+from tests.tools.capture import Captured, alike, difference, eager, reasons, run
 
 aten, example = torch.ops.aten, torch.ops.example
 EPS = 1e-5
@@ -132,9 +132,8 @@ DYNAMIC = [(0, 0), (2, 0)]
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings_become_the_op(name: str, grad: bool, dynamic: bool) -> None:
     (op, fn), how = SPELLINGS[name], {"dynamic": None, "symbolic": DYNAMIC} if dynamic else {}
-    got = run(fn, inputs(), grad=grad, **how)
+    got = alike(fn, inputs(), grad=grad, within=2e-6, **how)
     assert ops(got) == [op], reasons(got)
-    assert difference(got, eager(fn, inputs(), grad=grad)) < 2e-6
     (routed,) = got.report.routed
     assert routed.error is not None and routed.error < 1e-6 and not routed.note and f"example.{op}" in routed.runs()
     assert op != "gated_norm" or "eps = 1e-05" in routed.detail
@@ -198,9 +197,8 @@ def test_a_formula_that_was_compared_with_other_inputs_is_compared_again(first: 
 
     plug(find, example.swiglu)
     given = [*inputs()[::2], *inputs()[::2]]
-    got = run(fn, given)
+    got = alike(fn, given, within=2e-6)
     assert ops(got) == ["own"] and "verified on random data" in reasons(got)
-    assert difference(got, eager(fn, given)) < 2e-6
 
 
 # --- proposals that agree by chance -------------------------------------------------------------------------
@@ -405,9 +403,8 @@ def test_casts_are_left_out_and_roundings_are_not() -> None:
         (rounded, torch.float32, [torch.float32] * 3),
         (wide, torch.bfloat16, [torch.float32] * 3),
     ):
-        got = run(fn, inputs(dtype))
+        got = alike(fn, inputs(dtype), within=0.02 if dtype == torch.bfloat16 else 2e-6)
         assert ops(got) == ["gated_norm"] and reads(got) == want, reasons(got)
-        assert difference(got, eager(fn, inputs(dtype))) < (0.02 if dtype == torch.bfloat16 else 2e-6)
 
 
 def test_autocast() -> None:
@@ -415,9 +412,8 @@ def test_autocast() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return silu(x @ g[0].mT) * (x @ g[1].mT)
 
-    got = run(fn, inputs())
+    got = alike(fn, inputs(), within=0.02)
     assert ops(got) == ["swiglu"], reasons(got)
-    assert difference(got, eager(fn, inputs())) < 0.02
 
 
 def hooked(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
@@ -478,8 +474,7 @@ LAWS: list[tuple[Callable[..., Any], tuple[bool, ...]]] = [
 
 @pytest.mark.parametrize(("fn", "grad"), [(fn, grad) for fn, grads in LAWS for grad in grads])
 def test_laws_hold_without_code_in_the_operator(fn: Callable[..., Any], grad: bool) -> None:
-    got = run(fn, inputs(), grad=grad)
-    assert difference(got, eager(fn, inputs(), grad=grad)) < 2e-6 and not got.report.problems
+    got = alike(fn, inputs(), grad=grad, within=2e-6)
     assert bool(ops(got)) == (fn not in (hooked, written, *([switched] if grad else []))), reasons(got)
     assert fn is not switched or not grad or "gradients are switched" in reasons(got)
     storages = [t.untyped_storage().data_ptr() for t in got.outputs]
@@ -494,8 +489,8 @@ def test_hooks_on_the_result_run() -> None:
         y.register_hook(lambda d: d * 2)
         return y * 1.5
 
-    got = run(fn, inputs())
-    assert difference(got, eager(fn, inputs())) < 2e-6 and not seen
+    alike(fn, inputs(), within=2e-6)
+    assert not seen
 
 
 class Added(torch.nn.Module):
@@ -530,12 +525,9 @@ def test_a_part_of_a_product_is_tried_where_the_product_is_refused(plug: Any) ->
         return ((silu(x) * g) * 2 * -1.0) * w.sum()
 
     plug(gated_norm.swiglu, example.swiglu)
-    got = run(fn, inputs())
-    assert (
-        ops(got) == ["own"]
-        and [m.reason[:41] for m in got.report.near_misses] == ["verified on random data, output 0 differs"] * 2
-    )
-    assert difference(got, eager(fn, inputs())) < 2e-6
+    got = alike(fn, inputs(), within=2e-6)
+    said = [m.reason[:41] for m in got.report.near_misses]
+    assert ops(got) == ["own"] and said == ["verified on random data, output 0 differs"] * 2
 
 
 def test_a_part_of_a_product_that_is_the_op_is_not_tried(plug: Any) -> None:
@@ -548,9 +540,8 @@ def test_a_part_of_a_product_that_is_the_op_is_not_tried(plug: Any) -> None:
         return 2 * (silu(x) * g)
 
     plug(scaled, _op("plug_scaled", lambda gate, up, scale: silu(gate) * up * scale, more=", float scale"))
-    got = run(fn, inputs(), grad=False)
+    got = alike(fn, inputs(), grad=False, within=2e-6)
     assert ops(got) == ["own"] and got.report.routed[0].detail == "scale = 2", reasons(got)
-    assert difference(got, eager(fn, inputs(), grad=False)) < 2e-6
 
 
 def test_work_is_linear_in_the_products() -> None:
@@ -680,7 +671,6 @@ def test_a_number_that_comes_later(named: bool, plug: Any, monkeypatch: pytest.M
     interface._REGISTERED.clear()
     interface.register(_LateScale)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        got = run(fn, [*inputs(), torch.tensor(2.0)], grad=False)
-    assert difference(got, eager(fn, [*inputs(), torch.tensor(2.0)], grad=False)) < 1e-6
-    assert not got.report.problems and bool(got.report.routed) == named
+        got = alike(fn, [*inputs(), torch.tensor(2.0)], grad=False, within=1e-6)
+    assert bool(got.report.routed) == named
     assert named or "computed after the place" in reasons(got)

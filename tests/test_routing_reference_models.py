@@ -14,22 +14,9 @@ from torch import Tensor
 
 import mhc_inductor
 from benchmarks import deepseek_model
-from tests.formulas.reference_models_mhc import (
-    BOTH,
-    EPS,
-    IN_TRAINING,
-    ITERS,
-    REASONS,
-    REFERENCE_MODELS,
-    WIDTH,
-    N,
-    P,
-    around,
-    normed,
-    parameters,
-    sublayer,
-)
-from tests.tools.capture import Captured, difference, eager, evaluate, run
+from tests.formulas import reference_models_mhc as reference
+from tests.formulas.reference_models_mhc import BOTH, EPS, ITERS, WIDTH, N, P, around, normed, parameters, sublayer
+from tests.tools.capture import Captured, alike, difference, eager, evaluate, run
 
 TINY = deepseek_model.TINY
 LAYERS = TINY.layers
@@ -77,21 +64,8 @@ def _assert_gradients(got: Captured, plain: Captured) -> None:
             assert got.grads[name].dtype is g.dtype and got.grads[name].shape == g.shape, name  # type: ignore[union-attr]
 
 
-def _routed(
-    fn: Callable[..., Any],
-    inputs: tuple[Tensor, ...],
-    named: list[tuple[str, Tensor]],
-    ops: dict[str, int],
-    grad: bool = True,
-    within: float = 1e-4,
-    **options: Any,
-) -> Captured:
-    """Asserts which ops a function becomes, its values, and its gradients."""
-    got, plain = run(fn, inputs, named, grad, **options), eager(fn, inputs, named, grad)
-    assert dict(got.ops) == ops, [f"{m.op}: {m.reason}" for m in got.report.near_misses]
-    _assert_gradients(got, plain)
-    assert difference(got, plain) < within
-    return got
+def _routed(*given: Any, within: float = 1e-4, **options: Any) -> Captured:
+    return alike(*given, within=within, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -136,14 +110,14 @@ def test_deepseek_v4_through_inductor() -> None:
 
 
 def _expected(name: str, grad: bool = True) -> dict[str, int]:
-    usual = REFERENCE_MODELS[name][1]
-    return IN_TRAINING.get(name, usual) if grad else usual
+    usual = reference.REFERENCE_MODELS[name][1]
+    return reference.IN_TRAINING.get(name, usual) if grad else usual
 
 
 def _reference_model(
     name: str, dtype: torch.dtype
 ) -> tuple[Callable[..., Any], tuple[Tensor, ...], list[tuple[str, Tensor]]]:
-    fn, _ = REFERENCE_MODELS[name]
+    fn, _ = reference.REFERENCE_MODELS[name]
     p = parameters()
     shape = (2, 6, N, N) if "sinkhorn" in name else (2, N, 6, WIDTH) if name == "streams_first" else (2, 6, N, WIDTH)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -152,14 +126,14 @@ def _reference_model(
 
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "no_grad"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", list(REFERENCE_MODELS))
+@pytest.mark.parametrize("name", list(reference.REFERENCE_MODELS))
 def test_formulas_of_other_projects_are_routed(name: str, dynamic: bool, grad: bool) -> None:
     fn, inputs, named = _reference_model(name, torch.float32)
     tokens = [d for d in (0, 1, 2) if inputs[0].shape[d] in (2, 6)]
     _routed(fn, inputs, named, _expected(name, grad), grad, dynamic=None, symbolic=tokens if dynamic else ())
 
 
-@pytest.mark.parametrize("name", list(REFERENCE_MODELS))
+@pytest.mark.parametrize("name", list(reference.REFERENCE_MODELS))
 def test_formulas_of_other_projects_are_routed_for_one_token(name: str) -> None:
     """Runs a single token, as in decoding, where a token's vectors have the shapes of weights."""
     fn, (x,), named = _reference_model(name, torch.float32)
@@ -173,7 +147,7 @@ def test_one_token_sliced_from_more() -> None:
     _routed(lambda x: fn(x[:1, :1]), inputs, named, BOTH)
 
 
-@pytest.mark.parametrize("name", [name for name in REFERENCE_MODELS if "sinkhorn" not in name])
+@pytest.mark.parametrize("name", [name for name in reference.REFERENCE_MODELS if "sinkhorn" not in name])
 def test_formulas_of_other_projects_are_routed_in_bf16(name: str) -> None:
     fn, inputs, named = _reference_model(name, torch.bfloat16)
     _routed(fn, inputs, named, _expected(name), within=2e-2)
@@ -190,17 +164,15 @@ def test_sinkhorn_iterations_of_the_transpose_are_counted() -> None:
 def test_automodels_sublayers_are_fused_except_where_the_memory_writes() -> None:
     """Counts the passes between two sublayers of four: the memory stands between the second and the third."""
     fn, inputs, named = _reference_model("automodel", torch.float32)
-    got = run(fn, inputs, named)
-    assert [f.op for f in got.report.fused] == ["mhc_single_pass"] * 2
-    assert difference(got, eager(fn, inputs, named)) < 1e-4
+    assert [f.op for f in _routed(fn, inputs, named).report.fused] == ["mhc_single_pass"] * 2
 
 
-@pytest.mark.parametrize("name", list(REFERENCE_MODELS))
+@pytest.mark.parametrize("name", list(reference.REFERENCE_MODELS))
 def test_the_report_says_what_differs(name: str) -> None:
     fn, inputs, named = _reference_model(name, torch.float32)
     report = run(fn, inputs, named).report
     said = [f"{m.op}: {m.reason}" for m in report.near_misses]
-    assert said[:1] == REASONS.get(name, []) and not report.problems
+    assert said[:1] == reference.REASONS.get(name, []) and not report.problems
 
 
 def _formula(x: Tensor, p: P, rows: str = "pre post res", alpha: bool = True, bias: bool = True) -> Tensor:
@@ -245,7 +217,7 @@ def test_weights_that_are_computed_after_the_projection() -> None:
         z = normed(x.flatten(-2)) @ p["phi"].T
         return around(x, {**p, "alpha": F.softplus(p["alpha"]).neg().exp(), "bias": p["bias"].tanh()}, torch.exp, z)
 
-    assert not _routed(fn, inputs, named, BOTH).report.problems
+    _routed(fn, inputs, named, BOTH)
 
 
 NORMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -270,24 +242,11 @@ def test_streams_in_another_dim_than_the_last_but_one(tokens: int) -> None:
     _routed(fn, (x,), named, BOTH)
 
 
-def _turned(x: Tensor, p: P, inside: bool = False) -> Tensor:
-    """Iterates on the transposed logits; with ``inside``, alpha also multiplies the bias."""
-    n, (alpha, bias) = x.shape[-2], (p["alpha"], p["bias"])
-    z = F.rms_norm(x.flatten(-2).float(), (n * x.shape[-1],), eps=EPS) @ p["phi"].T
-    pre, post, res = (z + bias if inside else z).split([n, n, n * n], -1)
-    rest = [0.0, 0.0, 0.0] if inside else bias.split([n, n, n * n])
-    pre, post = torch.sigmoid(alpha[0] * pre + rest[0]), 2 * torch.sigmoid(alpha[1] * post + rest[1])
-    matrix = (alpha[2] * res + rest[2]).unflatten(-1, (n, n)).transpose(-1, -2).softmax(-1) + EPS
-    for step in range(2 * ITERS - 1):
-        matrix = matrix / (matrix.sum(-2 + step % 2, keepdim=True) + EPS)
-    f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
-    return matrix @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
-
-
 @pytest.mark.parametrize("inside", [False, True], ids=["bias outside", "alpha times the bias"])
 def test_transposed_logits_are_balanced_by_an_op_of_their_own(inside: bool) -> None:
     _, inputs, named = _reference_model("paper", torch.float32)
-    fn = functools.partial(_turned, p=dict(named), inside=inside)
+    p, turned = dict(named), lambda m: reference._balanced(m.mT)
+    fn = lambda x: reference.gates_written_out(x, p, torch.sigmoid, inside, turned)  # noqa: E731
     _routed(fn, inputs, named, {**BOTH, "mhc_sinkhorn": 1})
 
 
@@ -312,26 +271,7 @@ def test_iterations_in_place(fn: Callable[..., Any], within: float) -> None:
     """Divides in place, as ports of the paper do in inference."""
     _, inputs, named = _reference_model("log_domain_sinkhorn", torch.float32)
     fn = functools.partial(fn, p=dict(named))
-    got, plain = run(fn, inputs, named, False), eager(fn, inputs, named, False)
-    assert difference(got, plain) < within and (within < 1e-4 or dict(got.ops) == {"mhc_sinkhorn": 1})
-
-
-def test_potentials_of_other_logits_are_no_iterations() -> None:
-    """Uses a column addend of another step or of another temperature, which is another function."""
-
-    def late(x: Tensor, scale: float) -> Tensor:
-        u = -torch.logsumexp(x, dim=-1)
-        v = -torch.logsumexp(scale * x + u.unsqueeze(-1), dim=-2)
-        w = -torch.logsumexp(x + v.unsqueeze(-2), dim=-1)
-        z = -torch.logsumexp(x + w.unsqueeze(-1), dim=-2)
-        return torch.exp(x + w.unsqueeze(-1) + (z if scale != 1.0 else v).unsqueeze(-2))
-
-    for scale in (1.0, 0.5):
-        fn = functools.partial(late, scale=scale)
-        inputs = (torch.randn(2, 6, N, N, generator=torch.Generator().manual_seed(2)),)
-        got, plain = run(fn, inputs), eager(fn, inputs)
-        assert difference(got, plain) < 1e-5
-        assert not any("mhc_sinkhorn" in op for op in got.ops)
+    alike(fn, inputs, named, None if within < 1e-4 else {"mhc_sinkhorn": 1}, False, within)
 
 
 @pytest.mark.parametrize("transform", ["grad", "jvp"])
@@ -349,7 +289,5 @@ def test_what_a_transform_differentiates_is_left_alone(transform: str, caplog: p
         return fn(x) + torch.func.jvp(fn, (inner,), (torch.ones_like(x),))[1]
 
     with caplog.at_level("INFO", "mhc_inductor"):
-        got, plain = run(step, inputs, named, False), eager(step, inputs, named, False)
-    assert dict(got.ops) == REFERENCE_MODELS["paper"][1] and not got.report.problems
+        _routed(step, inputs, named, reference.REFERENCE_MODELS["paper"][1], False)
     assert "torch.func.grad or torch.func.jvp" in caplog.text
-    assert difference(got, plain) < 1e-4

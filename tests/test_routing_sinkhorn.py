@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.formulas.reference_models_mhc import ITERS, WIDTH, N, P, around, parameters
-from tests.tools.capture import Captured, difference, eager, run
+from tests.formulas.reference_models_mhc import BOTH, ITERS, WIDTH, N, around, parameters
+from tests.tools.capture import Captured, alike
 
 Factor = Callable[[Tensor, Tensor], Tensor]
 
@@ -143,11 +143,9 @@ OTHER: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _compiled(matrix: Callable[[Tensor], Tensor], iters: int, **more: int) -> Captured:
     """Runs a site with this matrix; asserts its ops, how many iterations mhc_pre has, and its values."""
-    p: P = parameters()
+    p = parameters()
     x = torch.randn(2, 6, N, WIDTH, generator=torch.Generator().manual_seed(1))
-    fn = functools.partial(around, p=p, matrix=matrix)
-    got, plain = run(fn, (x,), list(p.items())), eager(fn, (x,), list(p.items()))
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, **more} and difference(got, plain) < 1e-4
+    got = alike(functools.partial(around, p=p, matrix=matrix), (x,), p.items(), {**BOTH, **more}, within=1e-4)
     assert [n.args[9] for gm in got.graphs for n in gm.graph.nodes if "mhc_pre" in str(n.target)] == [iters]
     return got
 
@@ -210,14 +208,17 @@ OTHER_LOGS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _in_logs(matrix: Callable[[Tensor], Tensor], scale: float, tokens: list[int], grad: bool) -> Captured:
-    p: P = parameters()
+def _in_logs(
+    matrix: Callable[[Tensor], Tensor], scale: float, tokens: list[int], grad: bool, iters: int | None
+) -> None:
+    """Runs a site with this matrix of scaled logits; asserts its values, and mhc_sinkhorn with ``iters`` if given."""
+    p, own = parameters(), {} if iters is None else {"mhc_sinkhorn": 1}
     x = torch.randn(4, 24, N, WIDTH, generator=torch.Generator().manual_seed(1))
     fn = functools.partial(around, p=p, matrix=lambda z: matrix(scale * z))
-    named = list(p.items()) if grad else []
-    got, plain = run(fn, (x,), named, grad, symbolic=tokens), eager(fn, (x,), named, grad)
-    assert not got.report.problems and difference(got, plain) < 1e-4
-    return got
+    got = alike(fn, (x,), p.items() if grad else (), {**BOTH, **own}, grad, 1e-4, symbolic=tokens)
+    assert iters is None or not got.report.near_misses
+    made = {n.args[1] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)}
+    assert made == ({iters} if own else set())
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -228,10 +229,7 @@ def test_the_first_iteration_in_the_log_domain_is_the_models(
     name: str, scale: float, tokens: list[int], grad: bool
 ) -> None:
     """The op takes exp first. A column that is 0 then has no finite quotient; after an iteration there is none."""
-    got = _in_logs(LOGS[name], scale, tokens, grad)
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1} and not got.report.near_misses
-    (iters,) = {n.args[1] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)}
-    assert iters == ITERS - 1
+    _in_logs(LOGS[name], scale, tokens, grad, ITERS - 1)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -239,15 +237,13 @@ def test_the_first_iteration_in_the_log_domain_is_the_models(
 @pytest.mark.parametrize("name", list(TURNED_LOGS))
 def test_iterations_of_the_transpose_after_the_first_rows(name: str, scale: float, grad: bool) -> None:
     fn, iters = TURNED_LOGS[name]
-    got = _in_logs(fn, scale, [0], grad)
-    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1} and not got.report.near_misses
-    assert {n.args[1] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)} == {iters}
+    _in_logs(fn, scale, [0], grad, iters)
 
 
 @pytest.mark.parametrize("scale", [1.0, 60.0], ids=["", "logits of which exp is 0"])
 @pytest.mark.parametrize("name", list(OTHER_LOGS))
 def test_other_iterations_in_the_log_domain_stay_the_models(name: str, scale: float) -> None:
-    assert dict(_in_logs(OTHER_LOGS[name], scale, [], True).ops) == {"mhc_pre": 1, "mhc_post": 1}
+    _in_logs(OTHER_LOGS[name], scale, [], True, None)
 
 
 _NO_CASTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -270,9 +266,7 @@ def test_a_post_reads_the_op_of_iterations_that_no_pre_takes(casts: str, dynamo:
 
     g = torch.Generator().manual_seed(0)
     given = [torch.randn(2, 5, *sizes, generator=g) for sizes in ((N, N), (N, WIDTH), (WIDTH,), (N,))]
-    got = run(fn, given, dynamo=dynamo)
-    assert dict(got.ops) == {"mhc_sinkhorn": 1, "mhc_post": 1}, got.report
+    got = alike(fn, given, ops={"mhc_sinkhorn": 1, "mhc_post": 1}, dynamo=dynamo)
     names = {getattr(node.target, "__name__", str(node.target)) for node in got.graphs[0].graph.nodes}
     left = names & {"exp", "sum", "truediv", "div"}
     assert not left, f"{left} of the iterations are left"
-    assert difference(got, eager(fn, given)) < 1e-5

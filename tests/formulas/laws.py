@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -119,12 +121,12 @@ MHC_PLACES = ("x", "v", "inv", "z", "h_pre", "h_post", "logits", "res", "h_in", 
 MHC = {"mhc_pre": 1, "mhc_post": 1}
 
 
-def head(x: Tensor, p: Leaves) -> Tensor:
+def head(x: Tensor, p: Leaves, at: Places = NOWHERE) -> Tensor:
     """Returns the streams collapsed for the LM head."""
-    n = x.shape[-2]
+    n, x = x.shape[-2], spot(at, "x", x)
     v = x.flatten(-2)
-    z = F.linear(v, p["phi"][:n]) * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
-    h = torch.sigmoid(p["alpha"][0] * z + p["bias"][:n]) + 1e-6
+    z = F.linear(v, spot(at, "phi", p["phi"])[:n]) * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
+    h = spot(at, "h", torch.sigmoid(p["alpha"][0] * spot(at, "z", z) + p["bias"][:n]) + 1e-6)
     return (h.unsqueeze(-1) * x).sum(-2)
 
 
@@ -139,32 +141,35 @@ def e79_leaves(steps: int = 3, batch: int = 2, n: int = 4, dtype: torch.dtype = 
     }
 
 
-def unit(k: Tensor) -> Tensor:
+def unit(k: Tensor, at: Places = NOWHERE) -> Tensor:
     """Returns ``k`` divided by its norm."""
-    return k / (k.norm(dim=-1, keepdim=True) + 1e-6)
+    return spot(at, "above", k) / (spot(at, "below", k).norm(dim=-1, keepdim=True) + 1e-6)
 
 
 def e79(p: Leaves, at: Places = NOWHERE, start: int = 0) -> tuple[list[Tensor], Tensor, Tensor]:
     """Returns the outputs of every step and the final S and M.
 
-    Names for ``at``: "kvqm", "b_s", "b_m", "S0", "M0", and in step t "k{t}", "v{t}", "delta{t}", "S{t+1}", "M{t+1}", "out{t}".
+    Names for ``at``: "kvqm", "b_s", "b_m", "S0", "M0", and in step t "k{t}", "v{t}", "r{t}" (the product in a gate),
+    "delta{t}", "S{t+1}", "M{t+1}", "out{t}". In every step "above" and "below" are k and m over and in their norms, "kept"
+    gated states, "written" outer products, and "gate" stands for the sigmoid.
     """
+    gate = at.get("gate", torch.sigmoid)
     kvqm, S, M = spot(at, "kvqm", p["kvqm"]), spot(at, "S0", p["S"]), spot(at, "M0", p["M"])
     n, outs = S.shape[-1], []
     b_s, b_m = spot(at, "b_s", p["b_s"]), spot(at, "b_m", p["b_m"])
     for t in range(start, kvqm.shape[0]):
         k, v, q, m = kvqm[t].split(n, -1)
-        k, m, v = spot(at, f"k{t}", unit(k)), unit(m), spot(at, f"v{t}", v)
-        r = torch.sigmoid(torch.einsum("bij,bj->bi", M, k) + b_s)
-        c = torch.sigmoid(torch.einsum("bij,bi->bj", M, k) + b_s)
+        k, m, v = spot(at, f"k{t}", unit(k, at)), unit(m, at), spot(at, f"v{t}", v)
+        r = gate(spot(at, f"r{t}", torch.einsum("bij,bj->bi", M, k)) + b_s)
+        c = gate(torch.einsum("bij,bi->bj", M, k) + b_s)
         delta = spot(at, f"delta{t}", v - torch.einsum("bij,bj->bi", S, k))
-        S = r[..., None] * S * c[..., None, :] + delta[..., None] * k[..., None, :]
-        S = spot(at, f"S{t + 1}", S)
-        a = torch.sigmoid(torch.einsum("bij,bj->bi", S, m) + b_m)
-        w = torch.sigmoid(torch.einsum("bij,bi->bj", S, m) + b_m)
+        S = spot(at, "kept", r[..., None] * S * c[..., None, :])
+        S = spot(at, f"S{t + 1}", S + spot(at, "written", delta[..., None] * k[..., None, :]))
+        a = gate(torch.einsum("bij,bj->bi", S, m) + b_m)
+        w = gate(torch.einsum("bij,bi->bj", S, m) + b_m)
         g = delta - torch.einsum("bij,bj->bi", M, m)
-        M = a[..., None] * M * w[..., None, :] + g[..., None] * m[..., None, :]
-        M = spot(at, f"M{t + 1}", M)
+        M = spot(at, "kept", a[..., None] * M * w[..., None, :])
+        M = spot(at, f"M{t + 1}", M + spot(at, "written", g[..., None] * m[..., None, :]))
         y = torch.einsum("bij,bj->bi", S, q)
         outs.append(spot(at, f"out{t}", y * F.silu(y)))
     return outs, S, M
@@ -562,6 +567,21 @@ def check(
     assert not problems, "\n".join(problems)
     assert first is not None, "eager refuses this program in every mode"
     return first
+
+
+def law_of(leaves: Callable[[], Leaves], **how: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of a program whose first parameter is the leaves: it asserts what :func:`check` does."""
+
+    def test_of(program: Callable[..., Any]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            check(lambda p: program(p, **given), leaves(), **how)
+
+        functools.update_wrapper(test, program)
+        _, *rest = inspect.signature(program).parameters.values()
+        test.__dict__ = {"__signature__": inspect.Signature(rest)}  # and not __wrapped__, whose parameters are others
+        return test
+
+    return test_of
 
 
 def _expectations(

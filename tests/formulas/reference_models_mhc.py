@@ -346,14 +346,20 @@ def n_marginals_sinkhorn(logits: Tensor, p: P) -> Tensor:
     return torch.exp(z + u.unsqueeze(-1) + v.unsqueeze(-2)) * n
 
 
-def gates_written_out(x: Tensor, p: P, gate: Callable[[Tensor], Tensor], inside: bool = False) -> Tensor:
+def gates_written_out(
+    x: Tensor,
+    p: P,
+    gate: Callable[[Tensor], Tensor],
+    inside: bool = False,
+    matrix: Callable[[Tensor], Tensor] = _balanced,
+) -> Tensor:
     """Returns the formula with ``gate`` for sigmoid; ``inside``: alpha multiplies the bias too."""
     n, a, b = x.shape[-2], p["alpha"], p["bias"]
     z = normed(x.flatten(-2)) @ p["phi"].T
     parts = zip(z.split([n, n, n * n], -1), a.unbind(), b.split([n, n, n * n]), strict=True)
     pre, post, logits = ((z_ + b_) * a_ if inside else z_ * a_ + b_ for z_, a_, b_ in parts)
     f_out = sublayer(((gate(pre) + EPS).unsqueeze(-2) @ x.float()).squeeze(-2).to(x.dtype), p)
-    mixed = _balanced(logits.unflatten(-1, (n, n))) @ x.float()
+    mixed = matrix(logits.unflatten(-1, (n, n))) @ x.float()
     return (mixed + 2 * gate(post).unsqueeze(-1) * f_out.unsqueeze(-2).float()).to(x.dtype)
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,17 +121,18 @@ def run(
     symbolic: Sequence[int | tuple[int, int]] = (),
     options: RoutingOptions = DEFAULT,
     dynamo: bool | None = None,
+    check: Verifier | None = None,
 ) -> Captured:
     """Compiles ``fn`` with a backend that routes and interprets the graph, and runs it and its backward once.
 
-    ``dynamo``: whether Dynamo writes the graph, or it is recorded; by default what this run of the tests does. Raises
-    ValueError for dynamic sizes without Dynamo.
+    ``dynamo``: whether Dynamo writes the graph, or it is recorded; by default what this run of the tests does. ``check``
+    compares formulas with ops in place of ``VERIFY``. Raises ValueError for dynamic sizes without Dynamo.
     """
     fixed = dynamic is False and not symbolic
     if dynamo is False and not fixed:
         raise ValueError("dynamo=False records the present sizes: dynamic must be False and symbolic empty")
     report, graphs = Report(), list[fx.GraphModule]()
-    backend = interpreted(report, graphs, VERIFY, options, routed)
+    backend = interpreted(report, graphs, check or VERIFY, options, routed)
 
     def compiled(*args: Tensor) -> Any:
         if dynamo is False or (dynamo is None and COMMIT and fixed):
@@ -191,6 +192,27 @@ def _apart(x: Tensor | None, y: Tensor | None, least: float = 0.0) -> float:
         return float("inf")
     a, b = a.nan_to_num(), b.nan_to_num()
     return float((a - b).norm() / b.norm().clamp_min(max(1e-30, least * b.numel() ** 0.5)))
+
+
+def alike(
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    named: Iterable[tuple[str, Tensor]] = (),
+    ops: Mapping[str, int] | None = None,
+    grad: bool = True,
+    within: float = 1e-5,
+    **options: Any,
+) -> Captured:
+    """Runs ``fn`` routed and eagerly; asserts these ``ops`` if given, and the values and gradients of eager.
+
+    A gradient that is None in eager is None. ``options`` are those of :func:`run`.
+    """
+    named = [*named]
+    got, plain = run(fn, inputs, named, grad, **options), eager(fn, inputs, named, grad)
+    assert not got.report.problems and (ops is None or dict(got.ops) == ops), (dict(got.ops), reasons(got))
+    assert (apart := difference(got, plain)) <= within, (apart, dict(got.ops), reasons(got))
+    assert {k for k, g in got.grads.items() if g is None} == {k for k, g in plain.grads.items() if g is None}
+    return got
 
 
 def reasons(got: Captured) -> str:
