@@ -82,7 +82,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Fn], tuple[Tensor, ...]]] = {
     "static matrix": (lambda: static_matrix, SITE),
     "coefficients and collapse": (lambda: collapsed_only, SITE),
     "two layers": (lambda: two_layers, SITE[:1]),
-    "single pass": (single_pass.Model, (single_pass.streams(),)),
+    "single pass": (single_pass.Package, (single_pass.streams(),)),
     "recurrence": (e79.Stack, (_random(3, 2, e79.DIM),)),
     "lists of keys": (selection.DeepseekSparse, (_random(2, 20, 24),)),
     "blocks of keys": (lambda: plain("blocks"), plain("blocks").inputs()),
