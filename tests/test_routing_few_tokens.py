@@ -40,16 +40,10 @@ def site(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, f: Tensor, device:
     b, s = x.shape[:2]
     flat = x.reshape(b * s, N * WIDTH)
     h = torch.nn.functional.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS), phi)
-    pre, post, res = h.split([N, N, N * N], -1)
-    pre = torch.sigmoid(pre * alpha[0] + bias[:N]) + EPS
-    post = 2 * torch.sigmoid(post * alpha[1] + bias[N : 2 * N])
-    res = (res * alpha[2] + bias[2 * N :]).view(b, s, N, N).softmax(-1) + EPS
-    res = res.to(device or x.device) / (res.sum(-2, keepdim=True) + EPS)
-    for _ in range(ITERS - 1):
-        res = res / (res.sum(-1, keepdim=True) + EPS)
-        res = res / (res.sum(-2, keepdim=True) + EPS)
-    h_in = (pre.view(b, s, N, 1) * x).sum(2)
-    return post.view(b, s, N, 1) * (h_in * f).unsqueeze(2) + torch.matmul(res.transpose(-1, -2), x)
+    pre, post, res = reference._gates(h.view(b, s, -1), {"alpha": alpha, "bias": bias})
+    res = reference._balanced(res.to(device or x.device), ITERS)
+    h_in = (pre.unsqueeze(-1) * x).sum(2)
+    return post.unsqueeze(-1) * (h_in * f).unsqueeze(2) + torch.matmul(res.transpose(-1, -2), x)
 
 
 def given(*lead: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -60,10 +54,8 @@ def given(*lead: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def compared(fn: Fn, inputs: Sequence[Tensor], symbolic: Sequence[Any] = (), check: Any = None) -> tuple[Any, Report]:
     """Routes ``fn`` under a check of its own, or under ``check``."""
-    few, report = check or FewTokens(), Report()
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, backend=interpreted(report, [], few), dynamic=None if symbolic else False)
-    evaluate(compiled, inputs, (), inputs[0].is_floating_point(), symbolic)
+    few, how = check or FewTokens(), {"dynamic": None if symbolic else False, "symbolic": symbolic}
+    report = run(fn, inputs, (), inputs[0].is_floating_point(), dynamo=True, check=few, **how).report
     assert not report.problems
     return few, report
 
@@ -183,23 +175,6 @@ def padded(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, kept: Tensor, _: Te
     return scored(q, k, v, in_list(indices, k.shape[2])[:, None] & kept[:, None, None])
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *_: Tensor) -> Tensor:
-    """A window and a list under a mask that tells packed sequences apart by positions, as transformers 5.17 makes it."""
-    position = torch.arange(Q).unsqueeze(0).expand(q.shape[0], -1)
-    sequence = (torch.diff(position, prepend=position[:, :1] - 1) != 1).cumsum(-1)
-    row, column = torch.arange(Q)[None, None, :, None], torch.arange(T)[None, None, None, :]
-    batch = torch.arange(q.shape[0])[:, None, None, None]
-    near = torch.ones((), dtype=torch.bool) & (column > row - 5) & (column <= row)
-    near = near & (sequence[batch, row] == sequence[batch, column])
-    done = (torch.arange(Q).unsqueeze(0) + 1) // 4
-    mask = torch.zeros(q.shape[0], 1, Q, 6).masked_fill(
-        torch.arange(6).view(1, 1, 1, -1) >= done[:, None, :, None], -torch.inf
-    )
-    mask = torch.cat([torch.where(near, 0.0, torch.finfo(q.dtype).min), mask], -1)
-    k, v = (torch.cat([t, t[:, :, :6] * 0.5], 2) for t in (k, v))
-    return (q @ k.transpose(-1, -2) * DIM**-0.5 + mask).softmax(-1) @ v
-
-
 def indexer(q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
     """The keys with the largest scores, of those up to the query."""
     scores = (torch.einsum("bhsd,btd->bsht", q, k[:, 0]).relu() * q.mean(-1).transpose(1, 2).unsqueeze(-1)).sum(2)
@@ -228,7 +203,6 @@ ATTENTIONS: dict[str, tuple[Fn, str]] = {
     "list": (listed, LIST),
     "padded list": (padded, LIST),
     "list and the first keys": (anchored, LIST),
-    "packed window": (packed, LIST),
     "window in a checkpoint": (checkpointed, LIST),
     "indexer": (indexer, "index_topk"),
 }
@@ -263,8 +237,7 @@ def test_a_few_queries_are_compared_with_all_keys(name: str, monkeypatch: pytest
     shapes = watched_shapes(monkeypatch)
     few, report = compared(fn, attended())
     assert [r.op for r in report.routed] and few.runs == 1 and not few.left, (report.near_misses, few.left)
-    assert {(2, 3, few, DIM) for few in few_queries(shapes)}
-    assert not shapes[0].isdisjoint({(2, 1, T, DIM), (2, 1, T + 6, DIM)})
+    assert few_queries(shapes)
     if op != "index_topk":  # which hidden keys the first queries pick, nobody sees
         assert difference(run(fn, attended()), eager(fn, attended())) < 1e-5
 
@@ -278,8 +251,10 @@ def test_a_few_heads_are_compared_where_all_are_too_large(monkeypatch: pytest.Mo
     assert {shape[1] for each in shapes for shape in each if len(shape) == 4} <= {1, 2, 3, 5, 7}
 
 
-def few_queries(shapes: list[set[tuple[int, ...]]]) -> set[int]:
-    found = {shape[2] for each in shapes for shape in each if len(shape) == 4 and shape[1] == 3}
+def few_queries(shapes: list[set[tuple[int, ...]]], heads: int = 3, keys: int = T) -> set[int]:
+    """Returns the numbers of queries in the runs, which read all keys. Keys may have as many heads as queries."""
+    assert any((2, h, keys, DIM) in shapes[0] for h in (1, heads))
+    found = {shape[2] for each in shapes for shape in each if len(shape) == 4 and shape[1] == heads} - {keys}
     assert found == {2, 3}
     return found
 
@@ -322,12 +297,14 @@ def test_picks_among_a_segment_are_picks_of_its_keys() -> None:
 
 
 @pytest.mark.parametrize("second", ["prefix", "spare", "counted"])
-def test_numbers_that_queries_and_keys_share_are_cut_for_each(second: str) -> None:
+def test_numbers_that_queries_and_keys_share_are_cut_for_each(second: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each query finds its packed sequence at its own place, and that of a key at the key's."""
+    shapes = watched_shapes(monkeypatch)
     fn = test_routing_lists._model("packed", second, False, test_routing_lists.library)
     entries = test_routing_lists.ENTRIES
     few, report = compared(fn, test_routing_lists.inputs(packed=True, entries=entries))
     assert report.routed and few.runs == 1 and not few.left, (report.near_misses, few.left)
+    assert few_queries(shapes, test_routing_lists.HEADS, test_routing_lists.S + entries)
 
 
 def region(fn: Fn) -> Fn:

@@ -24,7 +24,7 @@ from mhc_inductor.routing.interface import Match, Mismatch, register
 from tests.formulas.gated_norm import GatedNorm, define
 from tests.formulas.gated_norm import norm_formula as formula
 from tests.test_routing_verify_process import state
-from tests.tools.capture import Captured, difference, eager, evaluate, interpreted, reasons
+from tests.tools.capture import Captured, difference, eager, interpreted, reasons, run
 
 
 def norm(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
@@ -51,11 +51,8 @@ def call(
     dynamic: bool = False,
 ) -> Captured:
     """Calls ``fn`` once, routed without code generation, and verified unless ``check`` is another Verifier."""
-    got = Captured([], {})
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, backend=interpreted(got.report, got.graphs, check or Verifier()), dynamic=dynamic)
-    got.outputs, got.grads = evaluate(compiled, given, (), grad, [(0, 0), (2, 0)] if dynamic else [])
-    return got
+    how = {"dynamic": dynamic, "symbolic": [(0, 0), (2, 0)] if dynamic else []}
+    return run(fn, given, (), grad, dynamo=True, check=check or Verifier(), **how)
 
 
 class Sampled(GatedNorm):
