@@ -36,7 +36,7 @@ from benchmarks.source_hash import ROUTING, source_hash
 from tests import test_laws_autograd
 from tests.formulas import laws
 from tests.formulas.laws import Leaves, Program, Seen
-from tests.formulas.laws_writes import PLAIN, UNRECORDED, WRITES
+from tests.formulas.laws_writes import PLAIN, UNRECORDED, WRITES, written
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "adversarial.json"
@@ -64,19 +64,6 @@ def rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return t.to(dtype).to(t.dtype)
 
 
-def quiet(write: str, t: torch.Tensor) -> torch.Tensor:
-    """Writes ``t`` in place under ``no_grad``."""
-    with torch.no_grad():
-        result = WRITES[write](t)
-    return t if result is None else result
-
-
-def loud(write: str, t: torch.Tensor) -> torch.Tensor:
-    """Writes ``t`` in place where autograd records it."""
-    result = WRITES[write](t)
-    return t if result is None else result
-
-
 def without_grad(t: torch.Tensor) -> torch.Tensor:
     """Returns a new tensor computed under ``no_grad``."""
     with torch.no_grad():
@@ -89,20 +76,15 @@ def causal(p: Leaves) -> torch.Tensor:
     return (torch.arange(T) <= torch.arange(S).unsqueeze(-1) + (T - S)).view(1, S, 1, T)
 
 
-def checkpointed(fn: Callable[..., Any], policy: str, *given: Any) -> Any:
-    """Calls ``fn(*given)`` under activation checkpointing."""
-    return test_laws_autograd.checkpointed(fn, policy, *given)
-
-
 _NAMES: dict[str, Any] = {
     "torch": torch,
     "hooked": hooked,
     "rounded": rounded,
-    "quiet": quiet,
-    "loud": loud,
+    "quiet": lambda write, t: written(WRITES[write], False)(t),
+    "loud": lambda write, t: written(WRITES[write])(t),
     "without_grad": without_grad,
     "causal": causal,
-    "checkpointed": checkpointed,
+    "checkpointed": test_laws_autograd.checkpointed,
     **{k: getattr(laws, k) for k in ("block", "pre", "post", "head", "e79", "sdpa", "attention", "sinkhorn")},
     **{k: getattr(laws, k) for k in ("filled", "added", "selected", "chosen", "listed")},
 }

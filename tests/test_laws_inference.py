@@ -24,6 +24,7 @@ from mhc_inductor.routing.graph.values import example
 from tests import test_routing_lists as lists
 from tests.formulas import reference_models_e79 as e79
 from tests.formulas.reference_models_selection import REFERENCE_MODELS
+from tests.tools.capture import tensors
 
 Program = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
@@ -61,10 +62,6 @@ def _decorated(fn: Callable[..., Any], *given: Tensor) -> Any:
     return torch.inference_mode()(lambda *t: fn(*t))(*given)
 
 
-def _tensors(out: Any) -> list[Tensor]:
-    return [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
-
-
 def _compiled(name: str, way: Callable[..., Any], routed: bool, answers: Any) -> None:
     """Puts the ops that were routed and the largest difference from eager into ``answers``, or what was raised."""
     torch.manual_seed(0)
@@ -81,8 +78,8 @@ def _compiled(name: str, way: Callable[..., Any], routed: bool, answers: Any) ->
         return aot_eager(gm, inputs)
 
     try:
-        want = _tensors(way(fn, *given))
-        got = _tensors(torch.compile(functools.partial(way, fn), backend=backend)(*given))
+        want = tensors(way(fn, *given))
+        got = tensors(torch.compile(functools.partial(way, fn), backend=backend)(*given))
         answers.put((ops, max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))))
     except Exception as error:
         answers.put((ops, re.sub(r"0x\w+", "", str(error)).partition("\n\n")[0]))

@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from torch.nn.functional import dropout, hardtanh, leaky_relu, relu
+from torch.nn.functional import dropout, hardtanh, relu
 
 from mhc_inductor import compat
 from mhc_inductor.routing import effects
 from mhc_inductor.routing.effects import Effects, ambient
 from mhc_inductor.routing.graph.values import example, run_fake
 from mhc_inductor.routing.graph.view import Knowledge, View
+from tests.formulas import laws_writes
 
 _LIBRARY = torch.library.Library("routing_effects", "FRAGMENT")
-_LIBRARY.define("scale_(Tensor(a!) x, Tensor y) -> ()")
-_LIBRARY.impl("scale_", lambda x, y: (x.mul_(2), None)[1], "CompositeExplicitAutograd")
-torch.library.register_fake("routing_effects::scale_", lambda x, y: None)
 _LIBRARY.define("pure(Tensor x) -> Tensor")
 _LIBRARY.impl("pure", lambda x: x * 2, "CompositeExplicitAutograd")
 torch.library.register_fake("routing_effects::pure", torch.empty_like)
@@ -38,22 +36,12 @@ def view_of(fn: Callable[..., Any], *args: Tensor) -> View:
     return views[0]
 
 
-WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "packet": lambda a, b: torch.ops.routing_effects.scale_(a, b),
-    "overload": lambda a, b: torch.ops.routing_effects.scale_.default(a, b),
-    "relu by position": lambda a, b: relu(a, True),
-    "leaky_relu by position": lambda a, b: leaky_relu(a, 0.1, True),
-    "hardtanh by name": lambda a, b: hardtanh(a, -1.0, 1.0, inplace=True),
-    "dropout": lambda a, b: dropout(a, 0.5, True, True),
-    "method": lambda a, b: a.mul_(b),
-    "operator": lambda a, b: a.__iadd__(b),
-    "out": lambda a, b: torch.add(b, b, out=a),
-    "foreach": lambda a, b: torch._foreach_mul_([a], 2.0),
-    "setitem": lambda a, b: a.__setitem__((slice(None), 0), 1.0),
-    "through a view": lambda a, b: a.view(-1).add_(1.0),
-    "copy": lambda a, b: a.copy_(b),
-    "rng": lambda a, b: a.normal_(),
-    "aten": lambda a, b: torch.ops.aten.mul_(a, b),
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    **laws_writes.WRITES,
+    "hardtanh by name": lambda a: hardtanh(a, -1.0, 1.0, inplace=True),
+    "dropout": lambda a: dropout(a, 0.5, True, True),
+    "rng": lambda a: a.normal_(),
+    "aten": lambda a: torch.ops.aten.mul_(a, 2.0),
 }
 PURE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "packet": lambda a, b: torch.ops.routing_effects.pure(a),
@@ -68,7 +56,7 @@ PURE: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_are_found(name: str) -> None:
-    view = view_of(lambda x, y: (a := x * 2, WRITES[name](a, y), a)[2], torch.randn(4, 8), torch.randn(4, 8))
+    view = view_of(lambda x: (a := x * 2, WRITES[name](a), a)[2], torch.randn(4, 8))
     held = {id(n) for n in view.real.nodes if n.op == "call_function" and n.name.startswith("a")}
     assert view.events, "no write found"
     for _, storage, _ in view.events:

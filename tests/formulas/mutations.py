@@ -16,18 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.formulas.spellings_mhc import (
-    AXES,
-    MUTATIONS,
-    Formula,
-    Settings,
-    Spelling,
-    Step,
-    _inv,
-    _make,
-    _normalise,
-    plainest,
-)
+from tests.formulas import spellings_mhc
+from tests.formulas.spellings_mhc import AXES, MUTATIONS, Formula, Settings, Spelling, Step, _inv, _normalise, plainest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -511,7 +501,7 @@ def mutants(extra: dict[str, str] | None = None) -> Iterator[tuple[Mutation, Spe
     for m in (*ALL, *head_mutations()):
         picked = plainest(m.settings, **{**(extra or {}), **m.picked})
         name = f"{m.key}{'-head' if m.settings is HEAD else ''}"
-        pair = [_make(name, m.settings, picked, "rows", 11, mutation) for mutation in (m.key, "")]
+        pair = [spellings_mhc._make(name, m.settings, picked, "rows", 11, mutation) for mutation in (m.key, "")]
         other = torch.randn(pair[0].inputs[0].shape, generator=torch.Generator().manual_seed(3))
         for spelling in pair:
             spelling.inputs = (*spelling.inputs, other)
