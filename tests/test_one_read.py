@@ -7,7 +7,8 @@ import re
 
 import pytest
 import torch
-from conftest import GPU, INTERPRETED
+from conftest import INTERPRETED
+from test_post_project import call_code, check_training_step, on_hopper
 
 from mhc_inductor import compat, log
 from mhc_inductor.kernels.launch import EagerBuilder
@@ -15,16 +16,12 @@ from mhc_inductor.kernels.mhc import gluon, plan
 from tests.oracles import mhc as h
 from tests.oracles.poisoned import Poisoned
 from tests.tools.fakecuda import without_a_gpu
+from tests.tools.offline import TARGETS, Recorder, compile_all, source
 
 BF16, F32 = torch.bfloat16, torch.float32
-HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
 OPTIONS = {**h.PRE_OPTIONS, "sinkhorn_iters": 20}
 OUTSIDE = {**OPTIONS, "norm_eps": 0.1, "norm_form": "outside"}
 NAMES = ("h_in", "h_post", "h_res", "h_pre", "h_mix", "inv_rms")
-
-
-def on_hopper(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="written for sm_90")(test))
 
 
 @pytest.fixture(autouse=True)
@@ -160,19 +157,7 @@ def test_graph():
 @on_hopper
 @pytest.mark.parametrize("options", [OPTIONS, OUTSIDE], ids=["inside", "outside"])
 def test_a_compiled_training_step(options):
-    torch._dynamo.reset()
-    args = [t.requires_grad_() for t in made(200).values()]
-
-    def step(*args):
-        out = torch.ops.mhc_inductor.mhc_pre(*args, *options.values())[:3]
-        return sum(t.float().square().sum() for t in out), *out
-
-    results = []
-    for fn in (step, torch.compile(step, backend="mhc_inductor", fullgraph=True)):
-        loss, *out = fn(*args)
-        results.append([*out, *torch.autograd.grad(loss, args)])
-    for a, b in zip(*results, strict=True):
-        assert h.relative(b, a) < 2e-3, "the gradients of the loss are rounded where Inductor fuses it"
+    check_training_step(lambda *args: torch.ops.mhc_inductor.mhc_pre(*args, *options.values())[:3], made(200))
 
 
 # --- without a GPU ----------------------------------------------------------------------------------------------
@@ -197,8 +182,6 @@ def recorded(b, width, case="pre"):
     [(4096, "pre"), (4096, "gamma"), (2560, "gamma"), (2560, "plain"), (4096, "outside"), (5120, "gamma")],
 )
 def test_compiles_without_unnamed_spills(width, case):
-    from tests.tools.offline import TARGETS, Recorder, compile_all
-
     b = Recorder(TARGETS["cuda:90"][1])
     recorded(b, width, case)
     seen, bad = compile_all(b.launches, "cuda:90", f"{case} {width}")
@@ -221,8 +204,6 @@ def test_sums_run_over_neighbouring_lanes():
     """Tests what Triton 3.6 takes for granted: of a sum's lanes, the bits of their numbers follow one another."""
     import triton
 
-    from tests.tools.offline import TARGETS, Recorder, source
-
     b = Recorder(TARGETS["cuda:90"][1])
     recorded(b, 4096)
     ((kernel, args, constexprs, warps, stages),) = b.launches
@@ -243,8 +224,6 @@ def test_sums_run_over_neighbouring_lanes():
 
 @pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 def test_a_device_that_cannot_hold_all_programs_runs_the_other_kernels(monkeypatch):
-    from tests.tools.offline import TARGETS, Recorder
-
     class Refusing(Recorder):
         def launch(self, kernel, grid, args, constexprs, *sizes):
             if constexprs.get("launch_cooperative_grid"):
@@ -265,8 +244,6 @@ def test_a_device_that_cannot_hold_all_programs_runs_the_other_kernels(monkeypat
 @pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 @pytest.mark.parametrize("width", [1024, 2560, 2816, 4096, 8704])
 def test_where_the_kernel_can_run(width):
-    from tests.tools.offline import TARGETS, Recorder
-
     b = Recorder(TARGETS["cuda:90"][1])
     recorded(b, width)
     assert ("mhc_one_read" in {launch[0].__name__ for launch in b.launches}) == (width not in (2816, 8704))
@@ -274,8 +251,6 @@ def test_where_the_kernel_can_run(width):
 
 @pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 def test_the_switch_turns_it_off(monkeypatch):
-    from tests.tools.offline import TARGETS, Recorder
-
     monkeypatch.setattr(gluon, "ONE_READ_PRE", range(0))
     b = Recorder(TARGETS["cuda:90"][1])
     recorded(b, 4096)
@@ -283,20 +258,13 @@ def test_the_switch_turns_it_off(monkeypatch):
 
 
 def _code(width):
-    from test_codegen import FLOATS, OPS, generated_code
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from tests.tools.fakecuda import fake_cuda
+    from test_codegen import FLOATS, OPS
 
     def fn(x, *params):
         out = OPS.mhc_pre(x, *params, None, *FLOATS)
         return out[0] + 1, out[1]
 
-    with fake_cuda(), FakeTensorMode():
-        x = torch.empty(64, 4, width, dtype=BF16, device="cuda")
-        params = [torch.empty(*shape, device="cuda") for shape in ((24, 4 * width), (3,), (24,))]
-        (code,) = generated_code(lambda: torch.compile(fn, fullgraph=True, backend="mhc_inductor")(x, *params))
-    return code[code.index("def call(") :]
+    return call_code(fn, [(64, 4, width)], [(24, 4 * width), (3,), (24,)])
 
 
 @without_a_gpu

@@ -78,6 +78,23 @@ def check(inputs, transpose_res=True, options=None):
     assert torch.equal(got["x_out"], apart)
 
 
+def check_training_step(call, inputs, **how):
+    """Asserts that a compiled training step of an op gives what eager gives."""
+    torch._dynamo.reset()
+    args = [t.requires_grad_() for t in inputs.values()]
+
+    def step(*args):
+        out = call(*args)
+        return sum(t.float().square().sum() for t in out), *out
+
+    results = []
+    for fn in (step, torch.compile(step, backend="mhc_inductor", fullgraph=True, **how)):
+        loss, *out = fn(*args)
+        results.append([*out, *torch.autograd.grad(loss, args)])
+    for a, b in zip(*results, strict=True):
+        assert h.relative(b, a) < 2e-3, "the gradients of the loss are rounded where Inductor fuses it"
+
+
 of_both = pytest.mark.parametrize("make", [h.make_fused_inputs, one.make_inputs], ids=["fused", "single_pass"])
 
 
@@ -155,21 +172,9 @@ def test_inputs_that_start_anywhere():
 @on_hopper
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic):
-    torch._dynamo.reset()
-    inputs = h.make_fused_inputs((200,), 4, 1024, BF16, device="cuda")
-    args = [t.requires_grad_() for t in inputs.values()]
-    options = {**h.PRE_OPTIONS, **SIZED}
-
-    def step(*args):
-        out = torch.ops.mhc_inductor.mhc_post_pre(*args[:4], True, *args[4:], *options.values())[:4]
-        return sum(t.float().square().sum() for t in out), *out
-
-    results = []
-    for fn in (step, torch.compile(step, backend="mhc_inductor", fullgraph=True, dynamic=dynamic)):
-        loss, *out = fn(*args)
-        results.append([*out, *torch.autograd.grad(loss, args)])
-    for a, b in zip(*results, strict=True):
-        assert h.relative(b, a) < 2e-3, "the gradients of the loss are rounded where Inductor fuses it"
+    options = {**h.PRE_OPTIONS, **SIZED}.values()
+    call = lambda *a: torch.ops.mhc_inductor.mhc_post_pre(*a[:4], True, *a[4:], *options)[:4]  # noqa: E731
+    check_training_step(call, h.make_fused_inputs((200,), 4, 1024, BF16, device="cuda"), dynamic=dynamic)
 
 
 KINDS = ["pre", "gamma", "head", "plain", "bf16", "outside", "single_pass", "single_pass gamma"]
@@ -214,25 +219,29 @@ def test_compiles_without_unnamed_spills(width, case, few):
 # --- compiled, without a GPU --------------------------------------------------------------------------------
 
 
-def _code(width):
-    from test_codegen import FLOATS, OPS, generated_code
+def call_code(fn, narrow, wide):
+    """Returns what Inductor calls for ``fn`` of bf16 and fp32 tensors of these shapes."""
+    from test_codegen import generated_code
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from tests.tools.fakecuda import fake_cuda
+
+    with fake_cuda(), FakeTensorMode():
+        given = [
+            torch.empty(*s, dtype=dtype, device="cuda") for dtype, some in ((BF16, narrow), (F32, wide)) for s in some
+        ]
+        (code,) = generated_code(lambda: torch.compile(fn, fullgraph=True, backend="mhc_inductor")(*given))
+    return code[code.index("def call(") :]
+
+
+def _code(width):
+    from test_codegen import FLOATS, OPS
 
     def fn(x, f, hp, hr, *params):
         out = OPS.mhc_post_pre(x, f, hp, hr, True, *params, None, *FLOATS)
         return out[0] + 1, out[1]
 
-    with fake_cuda(), FakeTensorMode():
-
-        def empty(*shape, dtype=F32):
-            return torch.empty(*shape, dtype=dtype, device="cuda")
-
-        post = (empty(64, 4, width, dtype=BF16), empty(64, width, dtype=BF16), empty(64, 4), empty(64, 4, 4))
-        params = (empty(24, 4 * width), empty(3), empty(24))
-        (code,) = generated_code(lambda: torch.compile(fn, fullgraph=True, backend="mhc_inductor")(*post, *params))
-    return code[code.index("def call(") :]
+    return call_code(fn, [(64, 4, width), (64, width)], [(64, 4), (64, 4, 4), (24, 4 * width), (3,), (24,)])
 
 
 @without_a_gpu
