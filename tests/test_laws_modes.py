@@ -11,23 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.formulas.laws import (
-    MHC,
-    MHC_PLACES,
-    Leaves,
-    block,
-    changed,
-    check,
-    e79,
-    e79_leaves,
-    loop,
-    mhc_leaves,
-    post,
-    pre,
-    sdpa,
-    selected,
-    selection_leaves,
-)
+from tests.formulas import laws
+from tests.formulas.laws import MHC, Leaves, block, changed, check, e79, e79_leaves, loop, mhc_leaves, post, pre, sdpa
 
 MODES: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
@@ -70,24 +55,22 @@ def test_a_parameter_made_without_grad_after_the_formula_began(place: str) -> No
     check(program, {k: t for k, t in mhc_leaves().items() if k != "gamma" or place == "gamma"}, named=["mhc"])
 
 
-def test_an_input_made_without_grad_between_norm_and_projection() -> None:
-    def program(p: Leaves) -> Any:
-        x = p["x"]
-        v = x.flatten(-2)
-        inv = torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
-        with torch.no_grad():
-            bias = p["bias"].roll(1)
-        z = (v @ p["phi"].t()) * inv
-        h_pre = torch.sigmoid(p["alpha"][0] * z[..., :4] + bias[:4]) + 1e-6
-        h_post = 2 * torch.sigmoid(p["alpha"][1] * z[..., 4:8] + bias[4:8])
-        res = p["alpha"][2] * z[..., 8:] + bias[8:]
-        return (h_pre.unsqueeze(-1) * x).sum(-2), h_post, res
-
-    check(program, mhc_leaves(), routed={"mhc_pre": 1})
+@laws.law_of(mhc_leaves, routed={"mhc_pre": 1})
+def test_an_input_made_without_grad_between_norm_and_projection(p: Leaves) -> Any:
+    x = p["x"]
+    v = x.flatten(-2)
+    inv = torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
+    with torch.no_grad():
+        bias = p["bias"].roll(1)
+    z = (v @ p["phi"].t()) * inv
+    h_pre = torch.sigmoid(p["alpha"][0] * z[..., :4] + bias[:4]) + 1e-6
+    h_post = 2 * torch.sigmoid(p["alpha"][1] * z[..., 4:8] + bias[4:8])
+    res = p["alpha"][2] * z[..., 8:] + bias[8:]
+    return (h_pre.unsqueeze(-1) * x).sum(-2), h_post, res
 
 
 COPIED = [
-    *(("mhc", place) for place in MHC_PLACES),
+    *(("mhc", place) for place in laws.MHC_PLACES),
     *(("e79", place) for place in ["kvqm", "b_s", "b_m", "S0", "M0", "k1", "delta1", "S1", "M2", "S3", "out1"]),
     *(("selection", place) for place in ["q", "k", "v", "mask", "scores", "weights", "o"]),
 ]
@@ -117,29 +100,25 @@ def test_a_block_wholly_under_a_mode_between_others(mode: str) -> None:
     check(program, mhc_leaves(), routed={"mhc_pre": 3, "mhc_post": 3}, autograd=mode == "no_grad")
 
 
-def test_pre_without_grad_and_post_with_it() -> None:
-    def program(p: Leaves) -> Any:
-        with torch.no_grad():
-            h_in, h_post, res = pre(p["x"], p)
-        return post(p["x"], torch.tanh(h_in @ p["w"]), h_post, res)
-
-    check(program, mhc_leaves(), named=["mhc"])
+@laws.law_of(mhc_leaves, named=["mhc"])
+def test_pre_without_grad_and_post_with_it(p: Leaves) -> Any:
+    with torch.no_grad():
+        h_in, h_post, res = pre(p["x"], p)
+    return post(p["x"], torch.tanh(h_in @ p["w"]), h_post, res)
 
 
-def test_enable_grad_inside_no_grad() -> None:
-    def program(p: Leaves) -> Any:
-        with torch.no_grad():
-            first = block(p["x"], p)
-            with torch.enable_grad():
-                second = block(p["x"].flip(0), p)
-        return first, second
-
-    check(program, mhc_leaves(), routed={"mhc_pre": 2, "mhc_post": 2})
+@laws.law_of(mhc_leaves, routed={"mhc_pre": 2, "mhc_post": 2})
+def test_enable_grad_inside_no_grad(p: Leaves) -> Any:
+    with torch.no_grad():
+        first = block(p["x"], p)
+        with torch.enable_grad():
+            second = block(p["x"].flip(0), p)
+    return first, second
 
 
 def test_a_mask_made_without_grad_is_routed() -> None:
-    program = lambda p: sdpa(p, lambda p: torch.no_grad()(selected)(p))  # noqa: E731
-    check(program, selection_leaves(), routed={"selection_attention": 1})
+    program = lambda p: sdpa(p, lambda p: torch.no_grad()(laws.selected)(p))  # noqa: E731
+    check(program, laws.selection_leaves(), routed={"selection_attention": 1})
 
 
 def _first_without_grad(steps: int) -> Callable[[Leaves], Any]:
@@ -196,32 +175,27 @@ def test_autocast_leaves_a_block_routed(where: str, linear: bool) -> None:
     check(program, mhc_leaves(dtype=torch.float32), routed=MHC, around=around, tolerance=tolerance)
 
 
-def test_autocast_disabled_around_the_coefficients_only() -> None:
-    def program(p: Leaves) -> Any:
-        with _autocast(False):
-            h_in, h_post, res = pre(p["x"], p)
-        return post(p["x"], torch.tanh(h_in @ p["w"]), h_post, res)
-
-    check(program, mhc_leaves(dtype=torch.float32), routed=MHC, around=_autocast, tolerance=NARROW)
+@laws.law_of(lambda: mhc_leaves(dtype=torch.float32), routed=MHC, around=_autocast, tolerance=NARROW)
+def test_autocast_disabled_around_the_coefficients_only(p: Leaves) -> Any:
+    with _autocast(False):
+        h_in, h_post, res = pre(p["x"], p)
+    return post(p["x"], torch.tanh(h_in @ p["w"]), h_post, res)
 
 
 def test_autocast_around_a_loop_and_an_attention() -> None:
     check(loop, e79_leaves(dtype=torch.float32), named=["e79"], around=_autocast, tolerance=NARROW)
-    check(sdpa, selection_leaves(dtype=torch.float32), named=["selection"], around=_autocast, tolerance=NARROW)
+    check(sdpa, laws.selection_leaves(dtype=torch.float32), named=["selection"], around=_autocast, tolerance=NARROW)
 
 
 def test_no_grad_around_the_compiled_call() -> None:
     check(lambda p: block(p["x"], p), mhc_leaves(), routed=MHC, around=torch.no_grad)
 
 
-def test_grad_switched_off_by_a_call_in_the_graph() -> None:
+@laws.law_of(mhc_leaves, routed={"mhc_pre": 2, "mhc_post": 2})
+def test_grad_switched_off_by_a_call_in_the_graph(p: Leaves) -> Any:
     """Calls ``torch.set_grad_enabled`` as a statement, not as a context manager."""
-
-    def program(p: Leaves) -> Any:
-        first = block(p["x"], p)
-        torch.set_grad_enabled(False)
-        second = block(first, p)
-        torch.set_grad_enabled(True)
-        return first, second
-
-    check(program, mhc_leaves(), routed={"mhc_pre": 2, "mhc_post": 2})
+    first = block(p["x"], p)
+    torch.set_grad_enabled(False)
+    second = block(first, p)
+    torch.set_grad_enabled(True)
+    return first, second

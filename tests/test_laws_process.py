@@ -24,29 +24,8 @@ from mhc_inductor.routing.graph import known_calls
 from mhc_inductor.routing.operators.e79.step import Recogniser as Steps
 from mhc_inductor.routing.operators.mhc.groups import Group
 from mhc_inductor.routing.operators.selection.attention import Recogniser as Attentions
-from tests.formulas.laws import (
-    FORMULAS,
-    MHC,
-    Compiled,
-    Leaves,
-    attention,
-    block,
-    changed,
-    check,
-    compile_and_observe,
-    e79,
-    e79_leaves,
-    filled,
-    heads,
-    mhc_leaves,
-    normal,
-    observe,
-    post,
-    pre,
-    sdpa,
-    selected,
-    selection_leaves,
-)
+from tests.formulas import laws
+from tests.formulas.laws import Leaves, attention, block, check, filled, mhc_leaves, normal, selected, selection_leaves
 from tests.tools import capture
 from tests.tools.work import MOST, Work
 
@@ -54,7 +33,7 @@ INF, LOG2_E = float("-inf"), 1.4426950408889634
 
 
 def _grads(call: Callable[..., Any], p: Leaves) -> list[Tensor]:
-    seen = observe(call, p)
+    seen = laws.observe(call, p)
     assert not seen.error, seen.error
     return [*seen.outputs, *(g for g in seen.grads.values() if g is not None)]
 
@@ -73,7 +52,7 @@ def _functions_of_the_pass() -> list[tuple[Any, str]]:
 
     sys.setprofile(trace)
     try:
-        compile_and_observe(lambda p: block(p["x"], p), mhc_leaves(), Compiled())
+        laws.compile_and_observe(lambda p: block(p["x"], p), mhc_leaves(), laws.Compiled())
     finally:
         sys.setprofile(None)
     found = []
@@ -144,7 +123,7 @@ def test_a_failure_in_any_function_of_the_pass_leaves_a_graph_that_is_right(
             torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(results(gm(*given)), want, strict=True)
         ):
             wrong.append(f"{owner.__name__}.{name}: other numbers")
-        if not report.problems and not report.near_misses and dict(ops) != MHC:
+        if not report.problems and not report.near_misses and dict(ops) != laws.MHC:
             wrong.append(f"{owner.__name__}.{name}: silent, routed {dict(ops)}")
     assert not wrong, "\n".join(wrong)
     assert injected > 200 // PARTS, injected
@@ -158,8 +137,14 @@ BLOCKS = {"mhc_pre": 1, "mhc_post": 2, "mhc_sinkhorn": 1}
 ONE_OF_TWO: dict[str, tuple[Callable[[Leaves], Any], Callable[[], Leaves], type, str, dict[str, int]]] = {
     "blocks": (_twice(lambda p: block(p["x"] * 1.0, p), "x"), mhc_leaves, Group, "run", BLOCKS),
     "attentions": (_twice(attention, "q"), selection_leaves, Attentions, "written", {"selection_attention": 1}),
-    "masked calls": (_twice(sdpa, "q"), selection_leaves, Attentions, "written", {"selection_attention": 1}),
-    "loops": (_twice(lambda p: e79(p)[1:], "kvqm"), lambda: e79_leaves(steps=1), Steps, "step", {"e79_scan": 1}),
+    "masked calls": (_twice(laws.sdpa, "q"), selection_leaves, Attentions, "written", {"selection_attention": 1}),
+    "loops": (
+        _twice(lambda p: laws.e79(p)[1:], "kvqm"),
+        lambda: laws.e79_leaves(steps=1),
+        Steps,
+        "step",
+        {"e79_scan": 1},
+    ),
 }
 
 
@@ -179,8 +164,8 @@ def test_an_exception_in_the_search_of_one_formula_leaves_the_others_routed(
         return whole(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, fail_first)
-    want, compiled = observe(program, leaves()), Compiled()
-    got, _ = compile_and_observe(program, leaves(), compiled)
+    want, compiled = laws.observe(program, leaves()), laws.Compiled()
+    got, _ = laws.compile_and_observe(program, leaves(), compiled)
     assert len(calls) > 1
     assert all(torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(got.outputs, want.outputs, strict=True))
     assert dict(compiled.ops) == ops
@@ -208,7 +193,7 @@ def test_an_exception_in_the_pass_of_the_backend(monkeypatch: pytest.MonkeyPatch
 
         with monkeypatch.context() as patch:
             patch.setattr(torch.fx.Graph, name, fail)
-            got = observe(torch.compile(lambda p: block(p["x"], p), backend="mhc_inductor"), mhc_leaves())
+            got = laws.observe(torch.compile(lambda p: block(p["x"], p), backend="mhc_inductor"), mhc_leaves())
         assert not got.error, f"{name}: {got.error}"
         if count[0] >= at:
             assert mhc_inductor.counters().get("unrouted graphs", 0) > before, name
@@ -401,13 +386,13 @@ ODD: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("how", ODD)
 def test_odd_operations_before_and_after_a_block_leave_it_routed(how: str) -> None:
-    check(lambda p: ODD[how](block(ODD[how](p["x"]), p)), mhc_leaves(), routed=MHC, modes=["train"])
+    check(lambda p: ODD[how](block(ODD[how](p["x"]), p)), mhc_leaves(), routed=laws.MHC, modes=["train"])
 
 
 def test_odd_operations_in_front_of_an_attention() -> None:
     empty = lambda t: torch.cat([torch.tensor([]), t.transpose(1, 2)], dim=-2).transpose(1, 2)  # noqa: E731
     check(
-        lambda p: sdpa({**p, "k": empty(p["k"])}),
+        lambda p: laws.sdpa({**p, "k": empty(p["k"])}),
         selection_leaves(dtype=torch.float32),
         routed={"selection_attention": 1},
     )
@@ -417,16 +402,14 @@ def test_odd_operations_in_front_of_an_attention() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_graph_break_in_the_sublayer_keeps_pre_sinkhorn_and_post(turned: bool) -> None:
-    def program(p: Leaves) -> Any:
-        h_in, h_post, res = pre(p["x"], p)
-        torch._dynamo.graph_break()
-        f = torch.tanh(h_in @ p["w"])
-        if turned:
-            return h_post[..., None] * f[..., None, :] + res.transpose(-1, -2) @ p["x"]
-        return post(p["x"], f, h_post, res)
-
-    check(program, mhc_leaves(), routed=MHC)
+@laws.law_of(mhc_leaves, routed=laws.MHC)
+def test_a_graph_break_in_the_sublayer_keeps_pre_sinkhorn_and_post(p: Leaves, turned: bool) -> Any:
+    h_in, h_post, res = laws.pre(p["x"], p)
+    torch._dynamo.graph_break()
+    f = torch.tanh(h_in @ p["w"])
+    if turned:
+        return h_post[..., None] * f[..., None, :] + res.transpose(-1, -2) @ p["x"]
+    return laws.post(p["x"], f, h_post, res)
 
 
 def _shares(e: Tensor) -> Tensor:
@@ -518,7 +501,7 @@ def _values(p: Leaves) -> Tensor:
 
 def _hidden(p: Leaves) -> Tensor:
     """Returns the mask of the selected keys for all heads."""
-    return heads(selected(p), p)
+    return laws.heads(selected(p), p)
 
 
 def _named(weights: Callable[[Leaves], Tensor], product: bool = True, **how: Any) -> list[Any]:
@@ -652,21 +635,18 @@ def test_a_causal_mask_in_a_buffer() -> None:
 
 
 @pytest.mark.parametrize("how", ["new_empty", "slices", "copy_"])
-def test_keys_assembled_in_a_buffer(how: str) -> None:
+@laws.law_of(selection_leaves, named=["selection"])
+def test_keys_assembled_in_a_buffer(p: Leaves, how: str) -> Any:
     """Assembles keys by ``new_empty`` and two slice copies, as multi-head latent attention does."""
-
-    def program(p: Leaves) -> Any:
-        k = p["k"].new_empty(p["k"].shape)
-        if how == "new_empty":
-            k[..., :4] = p["k"][..., :4]
-            k[..., 4:] = p["k"][..., 4:] * 2
-        elif how == "slices":
-            k[:, :6], k[:, 6:] = p["k"][:, :6], p["k"][:, 6:]
-        else:
-            k.copy_(p["k"])
-        return sdpa({**p, "k": k})
-
-    check(program, selection_leaves(), named=["selection"])
+    k = p["k"].new_empty(p["k"].shape)
+    if how == "new_empty":
+        k[..., :4] = p["k"][..., :4]
+        k[..., 4:] = p["k"][..., 4:] * 2
+    elif how == "slices":
+        k[:, :6], k[:, 6:] = p["k"][:, :6], p["k"][:, 6:]
+    else:
+        k.copy_(p["k"])
+    return laws.sdpa({**p, "k": k})
 
 
 def _gated(p: Leaves, gate: Callable[[Tensor], Tensor]) -> Tensor:
@@ -688,7 +668,7 @@ def test_a_recurrence_and_a_chain_that_stay_are_named() -> None:
 
     check(chain, mhc_leaves(), named=["mhc"])
 
-    changed("e79", dict.fromkeys(("S1", "S2", "S3"), lambda t: t * 0.9))
+    laws.changed("e79", dict.fromkeys(("S1", "S2", "S3"), lambda t: t * 0.9))
 
 
 STARTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -755,7 +735,7 @@ AROUND = {
 @pytest.mark.parametrize(("family", "place"), [(family, place) for family in AROUND for place in AROUND[family]])
 @pytest.mark.parametrize("how", DEEP)
 def test_work_near_a_formula_is_bounded(how: str, family: str, place: str) -> None:
-    formula, leaves, _ = FORMULAS[family]
+    formula, leaves, _ = laws.FORMULAS[family]
     report = _routed_with_bounded_work(lambda p: formula(p, {place: DEEP[how]}), leaves())
     assert report.ops or report.near or family != "mhc"
 
@@ -767,7 +747,7 @@ def test_masks_of_many_parts_are_bounded() -> None:
             m = (m & (torch.arange(12) < 12 - k // 4)) | (m & (torch.arange(12) >= k // 5))
         return m
 
-    _routed_with_bounded_work(lambda p: sdpa(p, mask), selection_leaves())
+    _routed_with_bounded_work(lambda p: laws.sdpa(p, mask), selection_leaves())
 
 
 class _Stopped(BaseException):
@@ -792,9 +772,9 @@ def _stopped(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _routed_with_bounded_work(fn: Callable[[Leaves], Any], leaves: Leaves) -> Compiled:
+def _routed_with_bounded_work(fn: Callable[[Leaves], Any], leaves: Leaves) -> laws.Compiled:
     """Routes a function once and checks that the pass made few calls."""
-    compiled, work = Compiled(autograd=False), Work()
+    compiled, work = laws.Compiled(autograd=False), Work()
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         with work.counted():
@@ -825,7 +805,7 @@ def _forward_mode(call: Callable[[Tensor], Any], x: Tensor) -> None:
 
 
 def test_forward_mode_on_an_op_raises_or_works() -> None:
-    p, s, e = mhc_leaves(), selection_leaves(), e79_leaves()
+    p, s, e = mhc_leaves(), selection_leaves(), laws.e79_leaves()
     m = mhc_inductor
     _forward_mode(lambda x: m.mhc_pre(x, p["phi"], p["alpha"], p["bias"])[0], p["x"])
     _forward_mode(lambda x: m.mhc_sinkhorn(x), normal(6, 4, 4, seed=1))
@@ -849,7 +829,7 @@ def test_a_block_size_beyond_any_tensor_is_one_block_or_refused() -> None:
 
 
 def test_a_list_as_a_bias_is_refused_by_name() -> None:
-    kvqm = e79_leaves()["kvqm"]
+    kvqm = laws.e79_leaves()["kvqm"]
 
     def call(kvqm: Tensor) -> Any:
         return mhc_inductor.e79_scan(kvqm, b_s=[0.1, 0.2, 0.3, 0.4])  # type: ignore[arg-type]
@@ -864,4 +844,6 @@ def test_heads_of_masks_agree_with_the_formula() -> None:
     """Checks the helper ``heads``: one mask per group, for all of its heads."""
     p = selection_leaves()
     mask = selected(p)
-    assert torch.equal(heads(mask, p)[:, 1], mask[:, :, 0]) and torch.equal(heads(mask, p)[:, 2], mask[:, :, 1])
+    assert torch.equal(laws.heads(mask, p)[:, 1], mask[:, :, 0]) and torch.equal(
+        laws.heads(mask, p)[:, 2], mask[:, :, 1]
+    )

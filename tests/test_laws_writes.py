@@ -12,23 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.formulas.laws import (
-    MHC,
-    Leaves,
-    attention,
-    block,
-    changed,
-    check,
-    e79_leaves,
-    hooked,
-    loop,
-    mhc_leaves,
-    normal,
-    post,
-    pre,
-    sdpa,
-    selection_leaves,
-)
+from tests.formulas import laws
+from tests.formulas.laws import MHC, Leaves, block, check, loop, mhc_leaves, normal, post, pre, sdpa, selection_leaves
 from tests.formulas.laws_writes import PLAIN, UNRECORDED, WRITES, written
 
 TWICE = {op: 2 for op in MHC}
@@ -87,15 +72,13 @@ def test_a_write_without_grad_before_a_block_leaves_it_routed(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["imul", "leaky_relu_by_position", "packet", "out", "setitem", "custom_op_other"])
-def test_a_buffer_written_without_grad_after_a_block_leaves_it_routed(name: str) -> None:
-    def program(p: Leaves) -> Any:
-        out = block(p["x"], p)
-        with torch.no_grad():
-            p["mean"].lerp_(out.mean(0), 0.1)
-            WRITES[name](p["mean"])
-        return out, p["mean"] + 1
-
-    check(program, {**mhc_leaves(), "mean": normal(4, 16, seed=9)}, routed=MHC, frozen=["mean"])
+@laws.law_of(lambda: {**mhc_leaves(), "mean": normal(4, 16, seed=9)}, routed=MHC, frozen=["mean"])
+def test_a_buffer_written_without_grad_after_a_block_leaves_it_routed(p: Leaves, name: str) -> Any:
+    out = block(p["x"], p)
+    with torch.no_grad():
+        p["mean"].lerp_(out.mean(0), 0.1)
+        WRITES[name](p["mean"])
+    return out, p["mean"] + 1
 
 
 PLACES = ["h_in", "f", "h_post", "res", "mixed", "z", "h_pre", "logits", "x_out", "inv", "v"]
@@ -105,7 +88,7 @@ PLACES = ["h_in", "f", "h_post", "res", "mixed", "z", "h_pre", "logits", "x_out"
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["imul", "leaky_relu_by_position"])
 def test_values_inside_a_block_written(name: str, place: str, grad: bool) -> None:
-    changed("mhc", {place: written(WRITES[name], grad)})
+    laws.changed("mhc", {place: written(WRITES[name], grad)})
 
 
 NAMED = [
@@ -121,70 +104,60 @@ NAMED = [
 
 @pytest.mark.parametrize(("family", "place", "name"), NAMED)
 def test_values_inside_a_formula_written_without_grad(family: str, place: str, name: str) -> None:
-    changed(family, {place: written(WRITES[name], False)}, fresh=family != "e79")
+    laws.changed(family, {place: written(WRITES[name], False)}, fresh=family != "e79")
 
 
 @pytest.mark.parametrize("name", ["imul", "packet", "custom_op", "out", "foreach", "hardtanh_by_position", "setitem"])
-def test_streams_written_between_pre_and_post(name: str) -> None:
+@laws.law_of(mhc_leaves, named=["mhc"], modes=["no_grad", "inference"])
+def test_streams_written_between_pre_and_post(p: Leaves, name: str) -> Any:
     """Writes the streams after pre has read them and before post reads them."""
-
-    def program(p: Leaves) -> Any:
-        x = p["x"] * 1.0
-        h_in, h_post, res = pre(x, p)
-        WRITES[name](x)
-        return post(x, torch.tanh(h_in @ p["w"]), h_post, res), x
-
-    check(program, mhc_leaves(), named=["mhc"], modes=["no_grad", "inference"])
+    x = p["x"] * 1.0
+    h_in, h_post, res = pre(x, p)
+    WRITES[name](x)
+    return post(x, torch.tanh(h_in @ p["w"]), h_post, res), x
 
 
 @pytest.mark.parametrize("name", ["imul", "packet", "foreach"])
 @pytest.mark.parametrize("leaf", ["phi", "bias", "x"])
-def test_parameters_written_between_two_blocks(name: str, leaf: str) -> None:
-    def program(p: Leaves) -> Any:
-        first = block(p["x"], p)
-        with torch.no_grad():
-            WRITES[name](p[leaf])
-        return first, block(p["x"], p)
-
-    check(program, mhc_leaves(), named=["mhc"], modes=["no_grad"])
+@laws.law_of(mhc_leaves, named=["mhc"], modes=["no_grad"])
+def test_parameters_written_between_two_blocks(p: Leaves, name: str, leaf: str) -> Any:
+    first = block(p["x"], p)
+    with torch.no_grad():
+        WRITES[name](p[leaf])
+    return first, block(p["x"], p)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("place", ["S1", "M2", "S3", "M3", "out0", "k1", "delta1", "kvqm", "S0"])
 def test_values_of_a_loop_written(place: str, grad: bool) -> None:
-    changed("e79", {place: written(WRITES["imul"], grad)}, fresh=True)
+    laws.changed("e79", {place: written(WRITES["imul"], grad)}, fresh=True)
 
 
 @pytest.mark.parametrize("name", THREE)
-def test_a_loop_with_writes_after_it_is_routed(name: str) -> None:
-    def program(p: Leaves) -> Any:
-        out, S, M = loop(p)
-        out = out + 0.0
-        with torch.no_grad():
-            WRITES[name](out)
-        return out, S, M
-
-    check(program, e79_leaves(), routed={"e79_scan": 1})
+@laws.law_of(laws.e79_leaves, routed={"e79_scan": 1})
+def test_a_loop_with_writes_after_it_is_routed(p: Leaves, name: str) -> Any:
+    out, S, M = loop(p)
+    out = out + 0.0
+    with torch.no_grad():
+        WRITES[name](out)
+    return out, S, M
 
 
 @pytest.mark.parametrize("name", THREE)
-def test_queries_written_after_the_scores_read_them(name: str) -> None:
+@laws.law_of(selection_leaves, named=["selection"])
+def test_queries_written_after_the_scores_read_them(p: Leaves, name: str) -> Any:
     """The op would stand after the write, which neither a view nor a product with a number lets it look through."""
+    q = p["q"].tanh()
 
-    def program(p: Leaves) -> Any:
-        q = p["q"].tanh()
+    def write(scores: Tensor) -> Tensor:
+        WRITES[name](q)
+        return scores
 
-        def write(scores: Tensor) -> Tensor:
-            WRITES[name](q)
-            return scores
-
-        return attention({**p, "q": q}, at={"scores": write}), q
-
-    check(program, selection_leaves(), named=["selection"])
+    return laws.attention({**p, "q": q}, at={"scores": write}), q
 
 
 def test_the_mask_written_through_a_view() -> None:
-    changed("selection", {"mask": lambda mask: (mask.select(-1, 0).fill_(True), mask)[1]})
+    laws.changed("selection", {"mask": lambda mask: (mask.select(-1, 0).fill_(True), mask)[1]})
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
@@ -253,27 +226,23 @@ def test_streams_filled_through_held_views(name: str) -> None:
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", FILLED)
-def test_queries_filled_again_between_two_attentions(name: str, grad: bool) -> None:
-    def program(p: Leaves) -> Any:
-        out = FILLED[name](p["q"], p["angle"])
-        held = out[..., 2:]
-        first = sdpa({**p, "q": out})
-        with torch.set_grad_enabled(grad):
-            held[..., 0] = p["q"][..., 0] * 2.0
-        return first, sdpa({**p, "q": out}), sdpa({**p, "q": held, "k": p["k"][..., 2:]}), out
-
-    check(program, {**selection_leaves(), "angle": normal(2, seed=8)}, named=["selection"])
+@laws.law_of(lambda: {**selection_leaves(), "angle": normal(2, seed=8)}, named=["selection"])
+def test_queries_filled_again_between_two_attentions(p: Leaves, name: str, grad: bool) -> Any:
+    out = FILLED[name](p["q"], p["angle"])
+    held = out[..., 2:]
+    first = sdpa({**p, "q": out})
+    with torch.set_grad_enabled(grad):
+        held[..., 0] = p["q"][..., 0] * 2.0
+    return first, sdpa({**p, "q": out}), sdpa({**p, "q": held, "k": p["k"][..., 2:]}), out
 
 
-def test_a_held_view_is_read_before_and_after_the_tensor_is_filled() -> None:
-    def program(p: Leaves) -> Any:
-        out = p["q"] * 1.0
-        held = out.view(*out.shape)
-        first = sdpa({**p, "q": held})
-        out[..., 2:].mul_(p["angle"].sum())
-        return first, sdpa({**p, "q": held})
-
-    check(program, {**selection_leaves(), "angle": normal(2, seed=8)}, named=["selection"])
+@laws.law_of(lambda: {**selection_leaves(), "angle": normal(2, seed=8)}, named=["selection"])
+def test_a_held_view_is_read_before_and_after_the_tensor_is_filled(p: Leaves) -> Any:
+    out = p["q"] * 1.0
+    held = out.view(*out.shape)
+    first = sdpa({**p, "q": held})
+    out[..., 2:].mul_(p["angle"].sum())
+    return first, sdpa({**p, "q": held})
 
 
 @pytest.mark.parametrize("name", THREE)
@@ -281,14 +250,12 @@ def test_an_attention_with_writes_after_it_is_routed(name: str) -> None:
     check(lambda p: written(WRITES[name], False)(sdpa(p) + 0.0), selection_leaves(), routed={"selection_attention": 1})
 
 
-def test_ranges_written_between_two_attentions() -> None:
-    def program(p: Leaves) -> Any:
-        ranges = p["ranges"].clone()
-        first = sdpa({**p, "ranges": ranges})
-        torch._foreach_sub_([ranges], 1)
-        return first, sdpa({**p, "ranges": ranges})
-
-    check(program, selection_leaves(), named=["selection"])
+@laws.law_of(selection_leaves, named=["selection"])
+def test_ranges_written_between_two_attentions(p: Leaves) -> Any:
+    ranges = p["ranges"].clone()
+    first = sdpa({**p, "ranges": ranges})
+    torch._foreach_sub_([ranges], 1)
+    return first, sdpa({**p, "ranges": ranges})
 
 
 def test_in_place_activations_of_modules_in_the_sublayer() -> None:
@@ -318,26 +285,21 @@ def test_a_write_after_two_operators_replaced_what_it_writes(write: str) -> None
 
 @pytest.mark.parametrize("write", ["imul", "zero_", "packet", "set_data"])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_an_input_written_after_the_op_that_keeps_it(which: str, write: str) -> None:
+@laws.law_of(selection_leaves, named=["selection"])
+def test_an_input_written_after_the_op_that_keeps_it(p: Leaves, which: str, write: str) -> Any:
     """Writes an input of sdpa: PyTorch keeps scaled copies for its backward, the op keeps the tensors themselves."""
-
-    def program(p: Leaves) -> Any:
-        given = {**p, which: p[which] * 1.0}
-        o = sdpa(given)
-        with torch.no_grad():
-            WRITES[write](given[which])
-        return o, given[which] * 2
-
-    check(program, selection_leaves(), named=["selection"])
+    given = {**p, which: p[which] * 1.0}
+    o = sdpa(given)
+    with torch.no_grad():
+        WRITES[write](given[which])
+    return o, given[which] * 2
 
 
-def test_coefficients_that_autograd_does_not_keep_are_returned_and_written() -> None:
-    def program(p: Leaves) -> Any:
-        x = p["x"].detach()
-        h, hp, r = pre(x, p)
-        return r, hp, post(x, torch.tanh(h @ p["w"]), hp, r.transpose(-1, -2))
-
-    check(program, mhc_leaves(), named=["mhc"])
+@laws.law_of(mhc_leaves, named=["mhc"])
+def test_coefficients_that_autograd_does_not_keep_are_returned_and_written(p: Leaves) -> Any:
+    x = p["x"].detach()
+    h, hp, r = pre(x, p)
+    return r, hp, post(x, torch.tanh(h @ p["w"]), hp, r.transpose(-1, -2))
 
 
 def test_only_the_copy_of_a_refused_match_is_undone() -> None:
@@ -346,7 +308,7 @@ def test_only_the_copy_of_a_refused_match_is_undone() -> None:
     def program(p: Leaves) -> Any:
         p = {k: t.float() for k, t in p.items()}
         x = block(p["x"], p)
-        h, hp, r = pre(x, p, {"logits": hooked(lambda g: g.clamp(-0.5, 0.5))})
+        h, hp, r = pre(x, p, {"logits": laws.hooked(lambda g: g.clamp(-0.5, 0.5))})
         return hp, x, h.transpose(0, 1), post(x, torch.tanh(h @ p["w"]), hp, r.transpose(-1, -2)).detach()
 
     assert not check(program, mhc_leaves(), named=["mhc"], tolerance=1e-4).report.problems

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from mhc_inductor.routing import route
-from tests.formulas.laws import Compiled, Leaves, check, differences, e79, e79_leaves, hooked, loop, normal, observe
+from tests.formulas import laws
+from tests.formulas.laws import Compiled, Leaves, Places, check, differences, e79, hooked, loop, normal, observe
 from tests.formulas.spellings_e79 import AXES, Settings, plain
 from tests.test_laws_autograd import RETURNS
 
@@ -22,7 +23,7 @@ CLIP = hooked(lambda g: g.clamp(-0.01, 0.01))
 
 
 def leaves(dtype: torch.dtype = torch.float64) -> Leaves:
-    return e79_leaves(n=N, dtype=dtype)
+    return laws.e79_leaves(n=N, dtype=dtype)
 
 
 def through_inductor(program: Callable[[Leaves], Any], mode: str = "train") -> None:
@@ -97,16 +98,14 @@ def test_a_hook_between_two_steps_on_M_makes_two_scans() -> None:
 
 
 @pytest.mark.parametrize("what", ["piece", "stack", "copy of S"])
-def test_hooks_on_other_values_of_a_loop(what: str) -> None:
-    def program(p: Leaves) -> Any:
-        outs, S, M = e79(p, {"S2": lambda S: (CLIP(S * 2.0), S)[1]} if what == "copy of S" else {})
-        pieces = [out.unsqueeze(0) for out in outs]
-        result = torch.cat(pieces)
-        for t in {"piece": pieces[1:2], "stack": [result]}.get(what, []):
-            CLIP(t)
-        return result, S, M
-
-    check(program, leaves(), modes=TRAIN)
+@laws.law_of(leaves, modes=TRAIN)
+def test_hooks_on_other_values_of_a_loop(p: Leaves, what: str) -> Any:
+    outs, S, M = e79(p, {"S2": lambda S: (CLIP(S * 2.0), S)[1]} if what == "copy of S" else {})
+    pieces = [out.unsqueeze(0) for out in outs]
+    result = torch.cat(pieces)
+    for t in {"piece": pieces[1:2], "stack": [result]}.get(what, []):
+        CLIP(t)
+    return result, S, M
 
 
 @pytest.mark.parametrize("what, returned", [("S", "S"), ("S", "outs"), ("M", "S"), ("out", "all")])
@@ -213,111 +212,64 @@ def test_compiled_results_share_memory_where_those_of_eager_do(name: str, mode: 
     through_inductor(EQUAL[name], mode)
 
 
-def test_a_buffer_whose_pieces_change_after_they_were_put_in_keeps_the_old_ones() -> None:
-    def program(p: Leaves) -> Any:
-        buffer = p["kvqm"].new_zeros(T, B, N)
+def _buffered(p: Leaves, without_grad: Sequence[int] = (), change: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
+    """Puts the outputs into a buffer, some steps' without gradients, and changes each afterwards."""
+    buffer = p["kvqm"].new_zeros(T, B, N)
 
-        def put(t: int) -> Callable[[Tensor], Tensor]:
-            def apply(out: Tensor) -> Tensor:
+    def put(t: int) -> Callable[[Tensor], Tensor]:
+        def apply(out: Tensor) -> Tensor:
+            with torch.no_grad() if t in without_grad else contextlib.nullcontext():
                 buffer[t] = out
-                return out.mul_(3.0)
+            return change(out)
 
-            return apply
+        return apply
 
-        return buffer, e79(p, {f"out{t}": put(t) for t in range(T)})[1]
-
-    check(program, leaves(), modes=["no_grad"])
+    return buffer, e79(p, {f"out{t}": put(t) for t in range(T)})[1]
 
 
-@pytest.mark.parametrize("where", [0, T - 1, "all"])
-def test_a_buffer_filled_without_gradients_has_none(where: int | str) -> None:
-    def program(p: Leaves) -> Any:
-        buffer = p["kvqm"].new_zeros(T, B, N)
+def test_a_buffer_whose_pieces_change_after_they_were_put_in_keeps_the_old_ones() -> None:
+    check(lambda p: _buffered(p, change=lambda out: out.mul_(3.0)), leaves(), modes=["no_grad"])
 
-        def put(t: int) -> Callable[[Tensor], Tensor]:
-            def apply(out: Tensor) -> Tensor:
-                with torch.no_grad() if where in (t, "all") else contextlib.nullcontext():
-                    buffer[t] = out
-                return out
 
-            return apply
-
-        return buffer, e79(p, {f"out{t}": put(t) for t in range(T)})[1]
-
-    check(program, leaves(), modes=TRAIN)
+@pytest.mark.parametrize("where", [[0], [T - 1], range(T)], ids=["0", "2", "all"])
+def test_a_buffer_filled_without_gradients_has_none(where: Sequence[int]) -> None:
+    check(lambda p: _buffered(p, where), leaves(), modes=TRAIN)
 
 
 # --- near misses -------------------------------------------------------------------------------------------------
-
-Change = Callable[[Tensor], Tensor]
-
-
-def _same(t: Tensor) -> Tensor:
-    return t
 
 
 def _rounded(t: Tensor) -> Tensor:
     return t.bfloat16().to(t.dtype)
 
 
-def _cell(
-    keep: Change = _same,
-    write: Change = _same,
-    gate: Change = torch.sigmoid,
-    above: Change = _same,
-    below: Change = _same,
-    value: Change = _same,
-) -> Callable[[Leaves], Any]:
-    """Returns the loop with changed values.
-
-    The changes apply to the gated states (``keep``), outer products (``write``), gates, k and m outside (``above``) and
-    inside (``below``) their norms, and v (``value``).
-    """
-
-    def program(p: Leaves) -> Any:
-        S, M, outs = p["S"], p["M"], []
-        for t in range(T):
-            k, v, q, m = p["kvqm"][t].chunk(4, -1)
-            k, m = (above(u) / (below(u).norm(dim=-1, keepdim=True) + 1e-6) for u in (k, m))
-            delta = value(v) - torch.einsum("bij,bj->bi", S, k)
-            r, c = gate(torch.einsum("bij,bj->bi", M, k)), gate(torch.einsum("bij,bi->bj", M, k))
-            S = keep(r[..., None] * S * c[..., None, :]) + write(delta[..., None] * k[..., None, :])
-            g = delta - torch.einsum("bij,bj->bi", M, m)
-            r, c = gate(torch.einsum("bij,bj->bi", S, m)), gate(torch.einsum("bij,bi->bj", S, m))
-            M = keep(r[..., None] * M * c[..., None, :]) + write(g[..., None] * m[..., None, :])
-            y = torch.einsum("bij,bj->bi", S, q)
-            outs.append(y * torch.nn.functional.silu(y))
-        return torch.stack(outs), S, M
-
-    return program
-
-
-STAYS = {
-    "gated states rounded": (_cell(keep=_rounded), "nothing is S' = r S c + delta (x) k^"),
-    "outer products rounded": (_cell(write=_rounded), "nothing is delta = v - S k^"),
-    "tanh gates": (_cell(gate=torch.tanh), "nothing is r = sigmoid(M k^ + b_s)"),
-    "hard gates": (_cell(gate=torch.nn.functional.hardsigmoid), "nothing is r = sigmoid(M k^ + b_s)"),
-    "no gates": (_cell(gate=torch.ones_like), "nothing is r = sigmoid(M k^ + b_s)"),
-    "k rounded, not in its norm": (_cell(above=_rounded), "k is rounded in one place of the step and not in another"),
-    "k rounded in its norm only": (_cell(below=_rounded), "k is rounded in one place of the step and not in another"),
+STAYS: dict[str, tuple[Places, str]] = {
+    "gated states rounded": ({"kept": _rounded}, "nothing is S' = r S c + delta (x) k^"),
+    "outer products rounded": ({"written": _rounded}, "nothing is delta = v - S k^"),
+    "tanh gates": ({"gate": torch.tanh}, "nothing is r = sigmoid(M k^ + b_s)"),
+    "hard gates": ({"gate": torch.nn.functional.hardsigmoid}, "nothing is r = sigmoid(M k^ + b_s)"),
+    "no gates": ({"gate": torch.ones_like}, "nothing is r = sigmoid(M k^ + b_s)"),
+    "k rounded, not in its norm": ({"above": _rounded}, "k is rounded in one place of the step and not in another"),
+    "k rounded in its norm only": ({"below": _rounded}, "k is rounded in one place of the step and not in another"),
 }
 
 
 @pytest.mark.parametrize("name", STAYS)
 def test_a_loop_that_stays_is_named(name: str) -> None:
-    program, reason = STAYS[name]
-    assert reason in near(check(program, leaves(torch.float32), modes=TRAIN, routed={}))
+    at, reason = STAYS[name]
+    assert reason in near(check(lambda p: loop(p, at), leaves(torch.float32), modes=TRAIN, routed={}))
 
 
-@pytest.mark.parametrize("change", [_same, _rounded])
-def test_a_rounding_of_all_of_k_stays_the_models(change: Change) -> None:
+@pytest.mark.parametrize("at", [{}, {"above": _rounded, "below": _rounded}], ids=["same", "rounded"])
+def test_a_rounding_of_all_of_k_stays_the_models(at: Places) -> None:
     """Runs without gradients, which eager rounds twice, through both casts, and the op once."""
-    got = check(_cell(above=change, below=change), leaves(torch.float32), modes=["no_grad"])
+    got = check(lambda p: loop(p, at), leaves(torch.float32), modes=["no_grad"])
     assert got.ops == SCAN or "is rounded to torch.bfloat16" in near(got)
 
 
 def test_what_the_model_rounded_does_not_cancel() -> None:
-    check(_cell(value=lambda v: v + v - _rounded(v)), leaves(torch.float32), modes=TRAIN)
+    at = {f"v{t}": lambda v: v + v - _rounded(v) for t in range(T)}
+    check(lambda p: loop(p, at), leaves(torch.float32), modes=TRAIN)
 
 
 def test_a_search_for_outputs_that_stops_is_named() -> None:
