@@ -460,33 +460,6 @@ def _v32(length: int) -> profit.Sizes:
 # --- what stays -------------------------------------------------------------------------------------------------
 
 
-def _hidden(q: Tensor, k: Tensor, mask: Tensor, sink: Tensor | None = None) -> Tensor:
-    scores = (q @ k.transpose(2, 3)).masked_fill(~mask, -torch.inf)
-    return scores if sink is None else torch.cat([scores, sink.expand(2, HEADS, S, 1)], -1)
-
-
-KEPT: dict[str, Callable[..., Any]] = {
-    "weights returned": lambda q, k, v, m, sink: ((w := _hidden(q * D**-0.5, k, m).softmax(-1)) @ v, w),
-    "soft cap": lambda q, k, v, m, sink: torch.tanh(q @ k.transpose(2, 3)).masked_fill(~m, -torch.inf).softmax(-1) @ v,
-    "learned bias": lambda q, k, v, m, sink: (
-        (q @ k.transpose(2, 3) + sink * k[:, :, :, 0].unsqueeze(2)).masked_fill(~m, -torch.inf).softmax(-1) @ v
-    ),
-    "dropout": lambda q, k, v, m, sink: F.dropout(_hidden(q, k, m).softmax(-1), 0.5, True) @ v,
-    "a sink for each query": lambda q, k, v, m, sink: _hidden(q, k, m, q[..., :1]).softmax(-1)[..., :-1] @ v,
-    "keys cut off": lambda q, k, v, m, sink: _hidden(q, k, m).softmax(-1)[..., :-1] @ v[:, :, :-1],
-    "a sink that is scaled": lambda q, k, v, m, sink: (_hidden(q, k, m, sink) * 0.5).softmax(-1)[..., :-1] @ v,
-}
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_other_formulas_stay_and_have_a_reason(name: str) -> None:
-    def fn(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Any:
-        return KEPT[name](q, k, v, scattered(indices, S) & causal(position, kept), sink.view(1, -1, 1, 1))
-
-    got = routed(fn, inputs(), ops={}, bound=0.0)
-    assert got.report.near_misses and all(miss.reason for miss in got.report.near_misses)
-
-
 def test_a_mask_of_most_keys_stays() -> None:
     """Checks that a list of nearly all keys is not a selection."""
 

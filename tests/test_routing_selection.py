@@ -147,7 +147,7 @@ BY_REASON = {
     ADDED: "biased; biased after; a little added",
     "the attention weights are dropped out": "dropped; dropout",
     READ: "weights returned; scores used",
-    "the weights of some keys are cut off": "sink twice",
+    "the weights of some keys are cut off": "sink twice; sink scaled",
     SINKS: "sink of each query; sink kept for the first key",
     "the attention weights are changed before their product": "sink as a gate",
     "the scores are changed by maximum": "sink of a key",

@@ -838,6 +838,7 @@ _wrong(
     sink_twice=lambda c, s, b, v: c.softmax(torch.cat([s, b, b], -1), v)[..., :-2],
     sink_of_each_query=lambda c, s, b, v: c.softmax(torch.cat([s, b * c.positions[:, None]], -1), v)[..., :-1],
     sink_kept_for_the_first_key=lambda c, s, b, v: c.softmax(torch.cat([b, s], -1), v)[..., :-1],
+    sink_scaled=lambda c, s, b, v: c.softmax(torch.cat([s, b], -1) * 0.5, v)[..., :-1],
     sink_as_a_gate=lambda c, s, b, v: c.softmax(s, v) * torch.sigmoid(b),
     sink_of_a_key=lambda c, s, b, v: c.softmax(torch.maximum(s, b), v),
 )
