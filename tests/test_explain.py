@@ -12,6 +12,8 @@ import subprocess
 import sys
 
 import pytest
+import test_offline_e79
+import test_offline_selection
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
@@ -22,8 +24,11 @@ from torch.utils.checkpoint import checkpoint
 import mhc_inductor
 from mhc_inductor import explanation as module
 from mhc_inductor.explanation import explain
+from mhc_inductor.kernels.eager import plan_of
 from mhc_inductor.report import NearMiss, Report, Routed, log_report
 from mhc_inductor.routing.operators.kernels import KERNELS, REFERENCE, kernels_of
+from tests.oracles.samples import sample
+from tests.tools.offline import TARGETS, Recorder
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = pathlib.Path(__file__).name
@@ -417,71 +422,25 @@ def test_tlparse_artifact(tmp_path):
 # ---- kernels
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no kernel names")
-@pytest.mark.parametrize("op", [op for op in KERNELS if op.startswith("mhc_")])
-def test_kernels_are_those_of_the_plan(op):
-    from mhc_inductor.kernels import eager
-    from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
-
-    class Recorder(EagerBuilder):
-        def __init__(self) -> None:
-            super().__init__(torch.device("meta"), DeviceProps(132, "cuda", 90))
-            self.names: list[str] = []
-
-        def launch(self, kernel, *_):
-            self.names.append(kernel.fn.__name__)
-
-    m = N * N + 2 * N
-    sizes = {
-        "h_post": (300, N),
-        "h_pre": (300, N),
-        "h_res": (300, N, N),
-        "phi": (m, N * 128),
-        "alpha": (3,),
-        "bias": (m,),
-    }
-    if op.endswith("head"):
-        sizes |= {"phi": (N, N * 128), "alpha": (1,), "bias": (N,)}
-    given = {name: torch.empty(size, device="meta") for name, size in sizes.items()}
-    streams = {"x": (300, N, 128), "f_out": (300, 128)}
-    given |= {name: torch.empty(size, dtype=torch.bfloat16, device="meta") for name, size in streams.items()}
-    given |= {"gamma": None, "transpose_res": True, "norm_form": "inside", "iters": 20, "sinkhorn_iters": 20}
-    given |= dict.fromkeys(("form", "sinkhorn_form"), "softmax")
-    schema = getattr(torch.ops.mhc_inductor, op).default._schema
-    arguments = {a.name: given.get(a.name, 1e-6) for a in schema.arguments}
-    builder = Recorder()
-    results = eager.plan_of(op)(builder, *arguments.values())
-    results = results if isinstance(results, tuple) else (results,)
-    named = dict(zip([r.name for r in schema.returns], results, strict=True))
-    backward = getattr(torch.ops.mhc_inductor, f"{op}_backward").default._schema
-    gradients = {"g": "x", "grad": "h_res", "dx_out": "x", "dh_in": "f_out"}
-    for kind in ("pre", "post", "res"):
-        gradients |= {f"dh_{kind}": f"h_{kind}", f"dnext_{kind}": f"h_{kind}"}
-    known = {**arguments, **named, **{k: given[v] for k, v in gradients.items()}, "dx_acc": None}
-    eager.plan_of(f"{op}_backward")(builder, *[known[a.name] for a in backward.arguments])
-    assert tuple(dict.fromkeys(builder.names)) == KERNELS[op]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no kernel names")
-def test_kernels_of_the_e79_scan_are_those_of_its_plan():
-    from test_offline_e79 import launches
-
-    from tests.tools.offline import TARGETS, Recorder
-
+def _launched(op: str) -> list[str]:
+    """Returns the kernels that an op and its gradient launch, in order."""
     builder = Recorder(TARGETS["cuda:90"][1])
     builder.gluon = True
-    names = [kernel.__name__ for kernel, *_ in launches(builder, n=64, bias="fixed")]
-    assert tuple(dict.fromkeys(names)) == KERNELS["e79_scan"]
+    if op == "e79_scan":
+        test_offline_e79.launches(builder, n=64, bias="fixed")
+    elif op == "selection_attention":
+        test_offline_selection.launches(builder, h=16, Dk=128)
+    else:
+        for name in (op, f"{op}_backward"):
+            args = sample(name, lead=(300,), width=128, dtype=torch.bfloat16, iters=20)
+            plan_of(name)(builder, *(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args))
+    return [kernel.__name__ for kernel, *_ in builder.launches]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no kernel names")
-def test_kernels_of_selection_attention_are_those_of_its_plan():
-    from test_offline_selection import launches
-
-    from tests.tools.offline import TARGETS, Recorder
-
-    names = [kernel.__name__ for kernel, *_ in launches(Recorder(TARGETS["cuda:90"][1]), h=16, Dk=128)]
-    assert tuple(dict.fromkeys(names)) == KERNELS["selection_attention"]
+@pytest.mark.parametrize("op", KERNELS)
+def test_kernels_are_those_of_the_plan(op):
+    assert tuple(dict.fromkeys(_launched(op))) == KERNELS[op]
 
 
 def test_every_forward_op_has_its_kernels():
