@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmaxes of selected keys that are written out, and forms that look like one and have other values or gradients."""
+"""Softmaxes of selected keys that are written out, with sinks, and their logarithms: the op's o and lse, or left alone."""
 
 from __future__ import annotations
 
@@ -15,36 +15,44 @@ from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.view import Knowledge, View
 from mhc_inductor.routing.operators.selection.search import Search
 from tests.tools.attentions import equal, routed
-from tests.tools.capture import eager, exact_or_left, left_by_proof, reasons, run
+from tests.tools.capture import Captured, difference, eager, exact_or_left, left_by_proof, reasons, run
 
 B, S, H, D, K = 2, 11, 3, 8, 4
 INF = float("inf")
-Form = Callable[[Tensor, Tensor], Tensor]
-"""Of masked scores [B, S, H, T] and values [B, T, D]."""
+Result = Tensor | tuple[Tensor, ...]
+Form = Callable[[Tensor, Tensor, Tensor], Result]
+"""Of masked scores [B, H, S, T], values [B, S, T, D], T of K keys that are gathered, and sinks [1, H, 1, 1]."""
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     g = torch.Generator().manual_seed(4)
-    return [torch.randn(*shape, generator=g).to(dtype) for shape in ((B, S, H, D), (B, S, D), (B, S, D), (B, S, S))]
+    made = [torch.randn(*shape, generator=g).to(dtype) for shape in ((B, S, H, D), (B, S, D), (B, S, D), (B, S, S))]
+    return [*made, torch.linspace(-2, 3, H, dtype=dtype)]
 
 
-def attention(form: Form, gathered: bool = False) -> Callable[..., Tensor]:
-    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
-        causal = torch.full((S, S), -INF).triu(1)
-        at = (x + causal).topk(K).indices
+def attention(
+    form: Form, gathered: bool = False, fill: float = -INF, empty: bool = False, added: bool = False
+) -> Callable[..., Result]:
+    """Returns an attention to chosen keys; ``empty``: a third of the queries sees none. ``added``: so is the mask."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Result:
+        place, rows = torch.arange(S), torch.arange(k.shape[0])[:, None, None]
+        at = x.masked_fill(place > place[:, None], -INF).topk(K).indices
+        none = (place % 3 == 1)[:, None] & torch.tensor(empty)
         if gathered:
-            rows = torch.arange(k.shape[0])[:, None, None]
-            scores = torch.einsum("bshd,bskd->bshk", q, k[rows, at])
-            later = at > torch.arange(S)[:, None]
-            return form(scores.masked_fill(later.unsqueeze(2), -INF).transpose(1, 2), v[rows, at])
-        mask = torch.full((k.shape[0], S, S), -INF, dtype=q.dtype).scatter(-1, at, 0.0) + causal.to(q.dtype)
-        return form(torch.einsum("bshd,btd->bhst", q, k) + mask[:, None], v[:, None].expand(-1, S, -1, -1))
+            hidden = ((at > place[:, None]) | none).unsqueeze(1)
+            scores, v = torch.einsum("bshd,bskd->bhsk", q, k[rows, at]), v[rows, at]
+        else:
+            chosen = torch.zeros(k.shape[0], S, S, dtype=torch.bool).scatter(-1, at, True)
+            hidden = (~chosen | (place > place[:, None]) | none).unsqueeze(1)
+            scores, v = torch.einsum("bshd,btd->bhst", q, k), v[:, None].expand(-1, S, -1, -1)
+        if added:
+            masked = scores + torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, fill)
+        else:
+            masked = scores.masked_fill(hidden, fill)
+        return form(masked, v, sink.view(1, -1, 1, 1))
 
     return fn
-
-
-def power(s: Tensor) -> Tensor:
-    return (s - s.amax(-1, keepdim=True)).exp()
 
 
 def product(weights: Tensor, v: Tensor) -> Tensor:
@@ -52,44 +60,54 @@ def product(weights: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhst,bstd->bhsd", weights, v)
 
 
+# --- a softmax --------------------------------------------------------------------------------------------------
+
+
+def written(form: Form, gathered: bool = False) -> Callable[..., Result]:
+    """Returns an attention whose mask is added, or of gathered keys, filled."""
+    return attention(form, gathered, added=not gathered)
+
+
+def power(s: Tensor) -> Tensor:
+    return (s - s.amax(-1, keepdim=True)).exp()
+
+
 FORMS: dict[str, Form] = {
-    "divided": lambda s, v: product((e := power(s)) / e.sum(-1, keepdim=True), v),
-    "divided after the product": lambda s, v: product(e := power(s), v) / e.sum(-1, keepdim=True),
-    "after, in another order": lambda s, v: (
+    "divided": lambda s, v, z: product((e := power(s)) / e.sum(-1, keepdim=True), v),
+    "divided after the product": lambda s, v, z: product(e := power(s), v) / e.sum(-1, keepdim=True),
+    "after, in another order": lambda s, v, z: (
         torch.einsum("bhst,bstd->bshd", e := power(s), v) / e.sum(-1).transpose(1, 2)[..., None]
     ),
-    "a detached maximum": lambda s, v: product(e := (s - s.amax(-1, True).detach()).exp(), v) / e.sum(-1)[..., None],
-    "less the logarithm of the sum": lambda s, v: product((s - s.logsumexp(-1, keepdim=True)).exp(), v),
-    "of a log_softmax": lambda s, v: product(s.log_softmax(-1).exp(), v),
+    "a detached maximum": lambda s, v, z: product(e := (s - s.amax(-1, True).detach()).exp(), v) / e.sum(-1)[..., None],
+    "less the logarithm of the sum": lambda s, v, z: product((s - s.logsumexp(-1, keepdim=True)).exp(), v),
+    "of a log_softmax": lambda s, v, z: product(s.log_softmax(-1).exp(), v),
 }
 OTHER: dict[str, Form] = {
-    "a detached sum": lambda s, v: product((e := power(s)) / e.sum(-1, keepdim=True).detach(), v),
-    "a sum of what is detached": lambda s, v: product((e := power(s)) / e.detach().sum(-1, keepdim=True), v),
-    "a detached sum, after": lambda s, v: product(e := power(s), v) / e.sum(-1, keepdim=True).detach(),
-    "a detached logarithm": lambda s, v: product((s - s.logsumexp(-1, keepdim=True).detach()).exp(), v),
-    "sums of other rows": lambda s, v: product(e := power(s), v) / e.sum(-1, keepdim=True).flip(2),
-    "sums of other heads": lambda s, v: product(e := power(s), v) / e.sum(-1, keepdim=True).roll(1, 1),
-    "sums of all heads": lambda s, v: product(e := power(s), v) / e.sum((1, 3), keepdim=True),
-    "twice the sum": lambda s, v: product(e := power(s), v) / (2 * e.sum(-1, keepdim=True)),
-    "a sum and a number": lambda s, v: product(e := power(s), v) / (e.sum(-1, keepdim=True) + 1e-3),
-    "read before the division": lambda s, v: (p := product(e := power(s), v)) / e.sum(-1, keepdim=True) + p,
-    "a sum that is read": lambda s, v: product(e := power(s), v) / (z := e.sum(-1, keepdim=True)) + z,
-    "multiplied": lambda s, v: product(e := power(s), v) * e.sum(-1, keepdim=True),
-    "logarithm of other rows": lambda s, v: product((s - s.logsumexp(-1, keepdim=True).flip(2)).exp(), v),
+    "a detached sum": lambda s, v, z: product((e := power(s)) / e.sum(-1, keepdim=True).detach(), v),
+    "a sum of what is detached": lambda s, v, z: product((e := power(s)) / e.detach().sum(-1, keepdim=True), v),
+    "a detached sum, after": lambda s, v, z: product(e := power(s), v) / e.sum(-1, keepdim=True).detach(),
+    "a detached logarithm": lambda s, v, z: product((s - s.logsumexp(-1, keepdim=True).detach()).exp(), v),
+    "sums of other rows": lambda s, v, z: product(e := power(s), v) / e.sum(-1, keepdim=True).flip(2),
+    "sums of other heads": lambda s, v, z: product(e := power(s), v) / e.sum(-1, keepdim=True).roll(1, 1),
+    "sums of all heads": lambda s, v, z: product(e := power(s), v) / e.sum((1, 3), keepdim=True),
+    "twice the sum": lambda s, v, z: product(e := power(s), v) / (2 * e.sum(-1, keepdim=True)),
+    "a sum and a number": lambda s, v, z: product(e := power(s), v) / (e.sum(-1, keepdim=True) + 1e-3),
+    "read before the division": lambda s, v, z: (p := product(e := power(s), v)) / e.sum(-1, keepdim=True) + p,
+    "a sum that is read": lambda s, v, z: product(e := power(s), v) / (z := e.sum(-1, keepdim=True)) + z,
+    "multiplied": lambda s, v, z: product(e := power(s), v) * e.sum(-1, keepdim=True),
+    "logarithm of other rows": lambda s, v, z: product((s - s.logsumexp(-1, keepdim=True).flip(2)).exp(), v),
 }
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_a_softmax(name: str, gathered: bool) -> None:
-    fn = attention(FORMS[name], gathered)
-    routed(fn, inputs())
+    routed(written(FORMS[name], gathered), inputs())
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_dynamic_batch(name: str) -> None:
-    fn = attention(FORMS[name])
-    routed(fn, inputs(), symbolic=[(i, 0) for i in range(4)])
+    routed(written(FORMS[name]), inputs(), symbolic=[(i, 0) for i in range(4)])
 
 
 def test_a_softmax_times_a_number_that_may_change() -> None:
@@ -100,43 +118,36 @@ def test_a_softmax_times_a_number_that_may_change() -> None:
         reports.append(route(gm))
         return gm.forward
 
-    q, k, v, x = inputs()
+    given = inputs()
+
+    def times(n: int) -> Result:
+        return written(lambda s, v, z: product(s.softmax(-1) * n, v))(*given)
+
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda n: attention(lambda s, v: product(s.softmax(-1) * n, v))(q, k, v, x), backend=backend
-    )
+    compiled = torch.compile(times, backend=backend)
     for n in (2, 3, 5):
-        want = attention(lambda s, v, n=n: product(s.softmax(-1) * n, v))(q, k, v, x)
-        torch.testing.assert_close(compiled(n), want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(compiled(n), times(n), atol=1e-5, rtol=1e-5)
     assert len(reports) == 2 and not any(r.problems for r in reports), [r.problems for r in reports]
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_in_bf16_the_op_is_as_exact_as_the_formula(name: str) -> None:
-    exact_or_left(name, attention(FORMS[name]), inputs(torch.bfloat16), "selection_attention")
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", OTHER)
 def test_other_formulas_stay(name: str, gathered: bool) -> None:
-    left_by_proof(attention(OTHER[name], gathered), inputs(), "selection_attention")
+    left_by_proof(written(OTHER[name], gathered), inputs(), "selection_attention")
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_all_sizes_open(name: str) -> None:
     """The search fixes sizes and begins again: what it read as a softmax is read anew."""
-    routed(attention(FORMS[name]), inputs(), dynamic=True)
+    routed(written(FORMS[name]), inputs(), dynamic=True)
 
 
 # --- with a sink in the sum ----------------------------------------------------------------------------------------
 
-Sunk = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of masked scores [B, H, S, T], values [B, S, T, D] and sinks [1, H, 1, 1]."""
-
 
 def sunk(
     top: Callable[[Tensor, Tensor], Tensor], total: Callable[[Tensor, Tensor, Tensor], Tensor], after: bool = False
-) -> Sunk:
+) -> Form:
     """Returns the form of a top of scores and sinks, and of the sum that exponentials, sinks and the top give."""
 
     def form(s: Tensor, v: Tensor, z: Tensor) -> Tensor:
@@ -188,33 +199,18 @@ OTHER_SINKS = {
 }
 
 
-def with_sink(form: Sunk, gathered: bool, seen: bool = True) -> Callable[..., Tensor]:
-    """Returns an attention in which, unless ``seen``, some queries see no key."""
-
-    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
-        hidden = (torch.arange(S) % 3 == 1)[:, None]
-        masked = (lambda s: s) if seen else (lambda s: s.masked_fill(hidden, -INF))
-        return attention(lambda s, v: form(masked(s), v, sink.view(1, -1, 1, 1)), gathered)(q, k, v, x)
-
-    return fn
-
-
-def sinks(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [*inputs(dtype), torch.linspace(-2, 3, H, dtype=dtype)]
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", SUNK)
 def test_a_sink_in_the_sum(name: str, gathered: bool, dynamic: bool) -> None:
-    routed(with_sink(SUNK[name], gathered), sinks(), dynamic=dynamic)
+    routed(written(SUNK[name], gathered), inputs(), dynamic=dynamic)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", SUNK)
 def test_a_sink_where_queries_see_no_key(name: str, gathered: bool) -> None:
     """Rows are 0 if the maximum counts the sink, and NaN otherwise: with NaN gradients to the sink, too."""
-    fn, given = with_sink(SUNK[name], gathered, seen=False), sinks()
+    fn, given = attention(SUNK[name], gathered, empty=True), inputs()
     got, want = run(fn, given), eager(fn, given)
     assert got.ops["selection_attention"] == (gathered or name not in BARE), reasons(got)
     assert got.ops or "not counted in the maximum" in reasons(got)
@@ -230,21 +226,16 @@ def test_nan_weights_that_become_0_give_sinks_gradients_of_nan(gathered: bool) -
         e = (s - m).exp()
         return product((e / plus_sink(e, z, m)).nan_to_num(), v)
 
-    fn, given = with_sink(form, gathered, seen=False), sinks()
+    fn, given = attention(form, gathered, empty=True), inputs()
     got, want = run(fn, given), eager(fn, given)
     assert not got.ops["selection_attention"] and want.grads["input 4"].isnan().any()
     assert "not counted in the maximum" in reasons(got)
 
 
-@pytest.mark.parametrize("name", SUNK)
-def test_sinks_in_bf16(name: str) -> None:
-    exact_or_left(name, with_sink(SUNK[name], True), sinks(torch.bfloat16), "selection_attention")
-
-
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", OTHER_SINKS)
 def test_other_sinks_stay(name: str, gathered: bool) -> None:
-    left_by_proof(with_sink(OTHER_SINKS[name], gathered), sinks(), "selection_attention")
+    left_by_proof(written(OTHER_SINKS[name], gathered), inputs(), "selection_attention")
 
 
 @pytest.mark.parametrize("name", ["divided", "divided after the product", "of a log_softmax"])
@@ -256,13 +247,147 @@ def test_what_one_operator_reads_as_a_softmax_another_sees_as_written(name: str)
         return gm.forward
 
     torch._dynamo.reset()
-    torch.compile(attention(FORMS[name]), backend=backend, fullgraph=True)(*inputs())
+    torch.compile(written(FORMS[name]), backend=backend, fullgraph=True)(*inputs())
     (view,) = views
 
     def ops() -> list[object]:
         return [value.func for value in map(view.value, view.nodes) if value is not None]
 
-    written = ops()
-    assert len(Search(view).found) == 1 and ops() != written
+    before = ops()
+    assert len(Search(view).found) == 1 and ops() != before
     view.values.forget({})  # which the pass does before each operator
-    assert ops() == written
+    assert ops() == before
+
+
+# --- the logarithm of the sum ------------------------------------------------------------------------------------
+
+
+def with_log(s: Tensor, v: Tensor, log: Callable[[Tensor], Tensor]) -> Result:
+    return product(s.softmax(-1), v), log(s)
+
+
+def kept_dim(s: Tensor, v: Tensor, z: Tensor) -> Result:
+    lse = torch.logsumexp(s, -1, keepdim=True)
+    return product((s - lse).exp(), v), lse
+
+
+def divided(s: Tensor, v: Tensor, z: Tensor) -> Result:
+    lse = s.logsumexp(-1, keepdim=True)
+    return product((s - lse).exp(), v) / (1 + torch.exp(z - lse))
+
+
+def and_sink(s: Tensor, z: Tensor) -> Tensor:
+    return torch.cat([s, z.expand(*s.shape[:-1], 1)], -1)
+
+
+LOGS: dict[str, Form] = {
+    "returned": lambda s, v, z: with_log(s, v, lambda x: x.logsumexp(-1)),
+    "kept_dim": kept_dim,
+    "transposed": lambda s, v, z: (
+        product(s.softmax(-1), v).transpose(1, 2),
+        s.logsumexp(3).transpose(1, 2).contiguous() * 2,
+    ),
+    # A sink that is counted afterwards.
+    "corrected": lambda s, v, z: product(s.softmax(-1), v) * torch.sigmoid(s.logsumexp(-1) - z[..., 0])[..., None],
+    "divided by a sink": divided,
+    # A sink in the softmax, and the logarithm without it.
+    "sunk": lambda s, v, z: (product(and_sink(s, z).softmax(-1)[..., :-1], v), s.logsumexp(-1)),
+    "twice": lambda s, v, z: (
+        product(s.softmax(-1), v),
+        s.logsumexp(-1) + 1,
+        s.logsumexp(-1, keepdim=True) * 2,
+    ),
+}
+
+
+def takes(got: Captured) -> bool:
+    """Checks that no logarithm of scores is left in the routed graph."""
+    names = [str(node.target) for gm in got.graphs for node in gm.graph.nodes]
+    return got.ops["selection_attention"] == 1 and not any("logsumexp" in name for name in names)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("name", LOGS)
+def test_the_op_gives_the_logarithm(name: str, gathered: bool, dynamic: bool) -> None:
+    fn = attention(LOGS[name], gathered)
+    for grad in (True, False):
+        got, want = run(fn, inputs(), grad=grad, dynamic=dynamic), eager(fn, inputs(), grad=grad)
+        assert takes(got) and not got.report.problems, reasons(got)
+        assert difference(got, want) < 2e-6
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("name", LOGS)
+def test_of_rows_without_keys_it_is_minus_infinity(name: str, gathered: bool, added: bool) -> None:
+    fn = attention(LOGS[name], gathered, empty=True, added=added)
+    got, want = run(fn, inputs()), eager(fn, inputs())
+    if added:  # its gradient is NaN
+        assert not got.ops["selection_attention"]
+    else:
+        assert takes(got), reasons(got)
+    equal(got, want)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("name", ["returned", "kept_dim", "sunk"])
+def test_a_row_of_finite_fills_has_another_logarithm(name: str, gathered: bool) -> None:
+    """Where every query sees a key the fill does not matter."""
+    got, want = (r(attention(LOGS[name], gathered, -1e9, True), inputs()) for r in (run, eager))
+    assert not got.ops["selection_attention"] and difference(got, want) == 0.0 and reasons(got)
+    if name != "sunk":  # a sink makes it not worth a proof that every query sees a key
+        got, want = (r(attention(LOGS[name], False, -1e9), inputs()) for r in (run, eager))
+        assert takes(got), reasons(got)
+        assert difference(got, want) < 2e-6
+
+
+IN_BF16 = {
+    **{name: written(form) for name, form in FORMS.items()},
+    **{name: written(form, True) for name, form in SUNK.items()},
+    **{name: attention(form) for name, form in LOGS.items()},
+}
+
+
+@pytest.mark.parametrize("name", IN_BF16)
+def test_in_bf16_the_op_is_as_exact_as_the_formula(name: str) -> None:
+    exact_or_left(name, IN_BF16[name], inputs(torch.bfloat16), "selection_attention")
+
+
+def merged(s: Tensor, v: Tensor, z: Tensor) -> Result:
+    """Two parts of the keys that are joined by their logarithms, as in a ring."""
+    half = s.shape[-1] // 2
+    logs = [x.logsumexp(-1, keepdim=True) for x in (s[..., :half], s[..., half:])]
+    total = torch.logaddexp(*logs)
+    parts = [
+        product((s[..., :half] - logs[0]).exp(), v[:, :, :half]),
+        product((s[..., half:] - logs[1]).exp(), v[:, :, half:]),
+    ]
+    return sum(o * (log - total).exp() for o, log in zip(parts, logs, strict=True))
+
+
+OTHER_LOGS: dict[str, Form] = {
+    "of queries": lambda s, v, z: with_log(s, v, lambda x: x.logsumexp(-2)),
+    "of both": lambda s, v, z: with_log(s, v, lambda x: x.logsumexp((-1, -2))),
+    "of other scores": lambda s, v, z: with_log(s, v, lambda x: (x * 2).logsumexp(-1)),
+    "of scores less their maximum": lambda s, v, z: LOGS["returned"](s - s.amax(-1, keepdim=True), v, z),
+    "of scores and a number": lambda s, v, z: LOGS["returned"](s + 1.5, v, z),
+    "of scores and a sink": lambda s, v, z: (
+        product((x := and_sink(s, z)).softmax(-1)[..., :-1], v),
+        x.logsumexp(-1),
+    ),
+    "a maximum": lambda s, v, z: with_log(s, v, lambda x: x.amax(-1)),
+}
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("name", OTHER_LOGS)
+def test_other_logarithms_stay(name: str, gathered: bool) -> None:
+    fn = attention(OTHER_LOGS[name], gathered)
+    left_by_proof(fn, inputs(), "selection_attention")
+
+
+def test_parts_that_are_joined_by_their_logarithms() -> None:
+    """Whatever is routed of them, values and gradients stay."""
+    got, want = run(attention(merged), inputs()), eager(attention(merged), inputs())
+    equal(got, want)
