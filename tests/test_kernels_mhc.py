@@ -83,26 +83,98 @@ PRE = cases(
 )
 
 
-@pytest.mark.parametrize("case", PRE)
-def test_pre(device, case):
-    check_pre(device, **case)
+POST = cases(
+    dtypes=({"lead": (2, 3), "width": 100}, "dtype transpose_res", product([F32, BF16, F16], [False, True])),
+    other_n=({"lead": (3,), "width": 40, "f_dtype": F32, "h_dtype": BF16}, "n", [2, 3, 8]),
+    without_residual_matrix=({"lead": (3,), "width": 40, "transpose_res": False}, "residual", [False]),
+)
+NONE_AND_ONE = [(0,), (1,), (0, 3)]
+FUSED = cases(
+    post_pre=({"lead": (2, 5), "width": 128}, "dtype transpose_res", product([F32, BF16, F16], [False, True])),
+    other_n=({"lead": (3,), "width": 24}, "n", [2, 3, 5, 8]),
+    odd_widths=({"lead": (3,), "iters": 0}, "width", ODD_WIDTHS),
+    without_gradients=({"lead": (5,), "width": 48}, "missing", [UP[:1], UP[1:2], UP[2:], UP[:2]]),
+    variants=[
+        {"lead": (5,), "width": 48, **v} for v in ({"residual": False}, {"full": False, "iters": 0}, {"gamma": False})
+    ],
+    outside=({"lead": (5,), "width": 48, "more": OUTSIDE}, "head", [False, True]),
+    head=({"lead": (2, 3), "width": 48, "head": True}, "dtype missing", product([F32, BF16], [(), UP[:1]])),
+    no_token=({"width": 32}, "lead dtype", product(NONE_AND_ONE, [F32, BF16])),
+)
+HEAD = cases(head=({"lead": (2, 3), "width": 48}, "dtype more", [(F32, None), (BF16, None), (F32, OUTSIDE)]))
+ERRORS = {
+    "post_pre": {"dx": 1, "dh_post": 1, "dh_res": 1},
+    # dh_pre is computed from x_out, which the backward computes again: a GPU's compiler may choose other fused
+    # multiply-adds there, so that an element rounds the other way.
+    "single_pass": {"dx": 1, "df_out": 1, "dh_post": 2, "dh_res": 2, "dh_pre": 3 if GPU else 0},
+}
+"""How often the one rounding of x_out's gradient to x's dtype may count in what is computed from it.
+
+Sums over D of rounded products may cancel a little: of one token, dh_post was 1.012 roundings apart.
+"""
 
 
-def check_pre(
-    device, lead, width, *, n=4, dtype=BF16, tolerance=2e-6, iters=0, form="softmax", more=None, missing=(), zero=False,
-    **made,
+def of_ops(**ops):
+    """Returns the cases of each op as parameters (op, case)."""
+    return [pytest.param(op, *case.values, id=f"{op} {case.id}") for op, rows in ops.items() for case in rows]
+
+
+@pytest.mark.parametrize(("op", "case"), of_ops(pre=PRE, head=HEAD, post=POST, post_pre=FUSED))
+def test_against_fp64(device, op, case):
+    check(op, device, **case)
+
+
+def check(
+    op, device, lead, width, *, n=4, dtype=BF16, tolerance=None, iters=None, form="softmax", transpose_res=True, missing=(),
+    more=None, zero=False, **made,
 ):  # fmt: skip
-    inputs = h.make_inputs(lead, n, width, dtype, device=device, **made)
+    """Checks an op and the gradients of all inputs, for gradients of its outputs but the missing ones, against fp64."""
+    make, run, oracle, outputs = one.FORMULAS[op]
+    inputs = make(lead, n, width, dtype, device=device, **made)
     if zero:
         inputs["x"][2] = 0
+    iters = (0 if op == "pre" else 2) if iters is None else iters
     options = {"sinkhorn_iters": iters, "sinkhorn_form": form, **(more or {})}
-    outputs = h.run_pre(inputs, None, options)
-    up = h.upstream({k: outputs[k] for k in PRE_UP if k not in missing and (0 in lead or outputs[k].numel())})
-    got, want = h.run_pre(inputs, up, options), h.oracle_pre(inputs, up, options)
+    out = run(inputs, transpose_res, None, options)
+    wanted = [k for k in outputs if k in out and k not in missing and (out[k].numel() or 0 in lead)]
+    up = h.upstream({k: out[k] for k in wanted})
+    got, want = run(inputs, transpose_res, up, options), oracle(inputs, transpose_res, out.get("x_out"), up, options)
     assert all(torch.isfinite(v).all() for v in got.values())
-    h.compare(got, want, tolerance, ROUNDINGS)
+    once = ROUNDINGS * h.rounding(dtype) if dtype in (BF16, F16) else 0.0
+    tolerance = tolerance or (1e-6 if op == "post" else 2e-6)
+    of_terms = {"dalpha"} if op in ("single_pass", "coefficients") else set()
+    for key in (got.keys() & want.keys()) - of_terms:
+        times = ERRORS.get(op, {}).get(key, 0) * (2 if op == "post_pre" and key != "dx" and lead == (1,) else 1)
+        h.compare({key: got[key]}, want, tolerance + times * once, ROUNDINGS)
     if zero:
         h.compare({"dx": got["dx"][2]}, {"dx": want["dx"][2]}, tolerance, ROUNDINGS)
+    if of_terms:
+        tokens = zip(one.alone({**inputs, "x_out": out.get("x_out")}, lead), one.alone(up, lead), strict=True)
+        terms = [oracle(t, transpose_res, t.pop("x_out"), u, options) for t, u in tokens]
+        check_dalpha(got, want, terms, n, tolerance + (once if op == "single_pass" else 0.0))
+    same_bits_as_apart(op, inputs, out, transpose_res, options, once)
+    if op == "single_pass":
+        assert bool((got["dh_pre"] == 0).all()) == ("h_in" in missing or 0 in lead)
+
+
+def check_dalpha(got, want, of_tokens, n, tolerance):
+    """Compares dalpha with the fp64 oracle's, relative to the sizes of its terms where there are tokens."""
+    if of_tokens:
+        one.compare_dalpha(got["dalpha"], want["dalpha"], one.dalpha_terms(of_tokens, n), tolerance, ROUNDINGS)
+    else:
+        assert not got["dalpha"].any()
+
+
+def same_bits_as_apart(op, inputs, out, transpose_res, options, once):
+    """Checks x_out of a fused op against mhc_post's, and coefficients against those of mhc_pre."""
+    if "x_out" in out and op != "post":
+        apart = h.OPS.mhc_post(*(inputs[k] for k in ("x", "f_out", "h_post", "h_res")), transpose_res)
+        rounded_apart = GPU and op == "single_pass" and h.relative(out["x_out"], apart) <= 2 * once + 1e-6
+        assert rounded_apart or torch.equal(out["x_out"], apart)
+    if op == "coefficients":
+        whole = h.OPS.mhc_pre(*inputs.values(), *{**h.PRE_OPTIONS, **options}.values())
+        for key, want in zip(("h_post", "h_res", "h_pre", "h_mix", "inv_rms"), whole[1:], strict=True):
+            assert torch.equal(out[key], want), f"{key} of mhc_pre has other bits"
 
 
 def test_dx_acc_is_added_before_the_one_rounding(device):
@@ -114,31 +186,6 @@ def test_dx_acc_is_added_before_the_one_rounding(device):
     dx = h.OPS.mhc_pre_backward(*up.values(), *inputs.values(), *saved, acc, *h.PRE_OPTIONS.values())[0]
     want = h.oracle_pre(inputs, up)["dx"] + acc.double().cpu()
     h.compare({"dx": dx}, {"dx": want}, 2e-6, ROUNDINGS)
-
-
-@pytest.mark.parametrize(("dtype", "more"), [(F32, None), (BF16, None), (F32, OUTSIDE)])
-def test_head(device, dtype, more):
-    inputs = h.make_inputs((2, 3), 4, 48, dtype, head=True, device=device)
-    up = h.upstream({"h_in": h.run_head(inputs)["h_in"]})
-    h.compare(h.run_head(inputs, up, more), h.oracle_head(inputs, up, more), 2e-6, ROUNDINGS)
-
-
-POST = cases(
-    dtypes=({"lead": (2, 3), "width": 100}, "dtype transpose_res", product([F32, BF16, F16], [False, True])),
-    other_n=({"lead": (3,), "width": 40, "dtype": BF16, "f_dtype": F32, "h_dtype": BF16}, "n", [2, 3, 8]),
-    without_residual_matrix=({"lead": (3,), "width": 40, "dtype": BF16, "transpose_res": False}, "residual", [False]),
-)
-
-
-@pytest.mark.parametrize("case", POST)
-def test_post(device, case):
-    check_post(device, **case)
-
-
-def check_post(device, lead, width, dtype, *, n=4, transpose_res=True, **made):
-    inputs = h.make_post_inputs(lead, n, width, dtype, **made, device=device)
-    up = h.upstream({"x": inputs["x"]})["x"]
-    h.compare(h.run_post(inputs, transpose_res, up), h.oracle_post(inputs, transpose_res, up), 1e-6, ROUNDINGS)
 
 
 @pytest.mark.parametrize("run", ["pre", "post"])
@@ -174,57 +221,6 @@ def test_sinkhorn(device, n, iters, form):
         "dh_res": h.OPS.mhc_sinkhorn_backward(grad, logits, iters, 1e-6, form),
     }
     h.compare(got, h.oracle_sinkhorn(logits, iters, 1e-6, form, grad), 2e-6)
-
-
-# --- post fused with the pre or head of its result ----------------------------------------------------------
-
-
-def check_fused(device, lead, width, *, n=4, dtype=BF16, iters=2, transpose_res=True, missing=(), **made):
-    given = made.pop("options", {})
-    inputs = h.make_fused_inputs(lead, n, width, dtype, device=device, **made)
-    options = {**given, **({} if made.get("head") else {"sinkhorn_iters": iters})}
-    out = h.run_fused(inputs, transpose_res, None, options)
-    up = h.upstream({k: out[k] for k in UP if k in out and k not in missing and out[k].numel()})
-    got = h.run_fused(inputs, transpose_res, up, options)
-    want = h.oracle_fused(inputs, transpose_res, out["x_out"], up, options)
-    # The gradient of x_out is rounded to x's dtype once, as between two ops; everything computed from it has that
-    # error.
-    once = ROUNDINGS * h.rounding(dtype) if dtype in (BF16, F16) else 0.0
-    through = {k: got.pop(k) for k in ("dx", "df", "dh_post", "dh_res") if k in got}
-    h.compare(got, want, 2e-6, ROUNDINGS)
-    h.compare(through, want, 2e-6 + once, ROUNDINGS)
-    apart = h.OPS.mhc_post(*(inputs[k] for k in ("x", "f_out", "h_post", "h_res")), transpose_res)
-    assert torch.equal(out["x_out"], apart)
-
-
-FUSED = cases(
-    post_pre=({"lead": (2, 5), "width": 128}, "dtype transpose_res", product([F32, BF16, F16], [False, True])),
-    other_n=({"lead": (3,), "width": 24}, "n", [2, 3, 5, 8]),
-    odd_widths=({"lead": (3,), "iters": 0}, "width", ODD_WIDTHS),
-    without_gradients=({"lead": (5,), "width": 48}, "missing", [UP[:1], UP[1:2], UP[2:], UP[:2]]),
-    variants=[
-        {"lead": (5,), "width": 48, **v} for v in ({"residual": False}, {"full": False, "iters": 0}, {"gamma": False})
-    ],
-    outside=({"lead": (5,), "width": 48, "options": OUTSIDE}, "head", [False, True]),
-    head=({"lead": (2, 3), "width": 48, "head": True}, "dtype missing", product([F32, BF16], [(), UP[:1]])),
-)
-
-
-@pytest.mark.parametrize("case", FUSED)
-def test_post_pre(device, case):
-    check_fused(device, **case)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("lead", [(0,), (1,), (0, 3)])
-def test_post_pre_of_no_token_and_one_token(device, lead, dtype):
-    inputs = h.make_fused_inputs(lead, 4, 32, dtype, device=device)
-    out = h.run_fused(inputs, True)
-    up = h.upstream({k: out[k] for k in UP})
-    got = h.run_fused(inputs, True, up)
-    assert all(torch.isfinite(v).all() for v in got.values())
-    want = h.oracle_fused(inputs, True, out["x_out"], up)
-    h.compare({k: v for k, v in got.items() if k not in ("dh_post", "dh_res")}, want, 2e-6, ROUNDINGS)
 
 
 # --- bits: of mhc_pre alone, and of a fused boundary with the gradients of a token, whose sums over D have a fixed order

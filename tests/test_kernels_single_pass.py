@@ -9,51 +9,14 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-import torch
-from conftest import GPU, cases
-from test_kernels_mhc import BF16, F16, F32, FORMS, ODD_WIDTHS, OUTSIDE, ROUNDINGS, kernels  # noqa: F401 (a fixture)
+from conftest import cases
+from test_kernels_mhc import BF16, F16, F32, FORMS, NONE_AND_ONE, ODD_WIDTHS, OUTSIDE, ROUNDINGS, check, of_ops
+from test_kernels_mhc import kernels as kernels  # a fixture
 
 from tests.oracles import mhc as h
 from tests.oracles import single_pass as one
 
-
-def check_dalpha(got, want, of_tokens, n, tolerance):
-    """Compares dalpha with the fp64 oracle's, relative to the sizes of its terms where there are tokens."""
-    if of_tokens:
-        one.compare_dalpha(got["dalpha"], want["dalpha"], one.dalpha_terms(of_tokens, n), tolerance, ROUNDINGS)
-    else:
-        assert not got["dalpha"].any()
-
-
-def check(
-    device, lead, width, *, n=4, dtype=BF16, iters=2, form="softmax", transpose_res=True, missing=(), more=None, **made
-):
-    inputs = one.make_inputs(lead, n, width, dtype, device=device, **made)
-    options = {"sinkhorn_iters": iters, "sinkhorn_form": form, **(more or {})}
-    out = one.run(inputs, transpose_res, None, options)
-    up = h.upstream({k: out[k] for k in one.UP if k not in missing and (out[k].numel() or 0 in lead)})
-    got = one.run(inputs, transpose_res, up, options)
-    want = one.oracle(inputs, transpose_res, out["x_out"], up, options)
-    # The gradient of x_out is rounded to x's dtype once; everything computed from it has that error. dh_pre is computed
-    # from x_out, which the backward computes again: a GPU's compiler may choose other fused multiply-adds there, so that
-    # an element rounds the other way.
-    once = ROUNDINGS * h.rounding(dtype) if dtype in (BF16, F16) else 0.0
-    # Sums over D of rounded products may cancel a little: of one token, dh_post was 1.012 roundings apart.
-    errors = {"dx": once, "df_out": once, "dh_post": 2 * once, "dh_res": 2 * once}
-    errors["dh_pre"] = 3 * once if GPU else 0.0
-    for key in got.keys() - {"dalpha"}:
-        h.compare({key: got[key]}, want, 2e-6 + errors.get(key, 0.0), ROUNDINGS)
-    tokens = zip(one.alone({**inputs, "x_out": out["x_out"]}, lead), one.alone(up, lead), strict=True)
-    terms = (one.oracle(t, transpose_res, t.pop("x_out"), u, options) for t, u in tokens)
-    check_dalpha(got, want, list(terms), n, 2e-6 + once)
-    apart = h.OPS.mhc_post(*(inputs[k] for k in ("x", "f_out", "h_post", "h_res")), transpose_res)
-    assert h.relative(out["x_out"], apart) <= 2 * once + 1e-6 if GPU else torch.equal(out["x_out"], apart)
-    assert all(torch.isfinite(v).all() for v in got.values())
-    assert bool((got["dh_pre"] == 0).all()) == ("h_in" in missing or 0 in lead)
-
-
 VARIANTS = ({"residual": False}, {"full": False, "iters": 0}, {"gamma": False}, {"form": "exp"}, {"form": "exp_eps"})
-NONE_AND_ONE = [(0,), (1,), (0, 3)]
 SINGLE_PASS = cases(
     single_pass=({"lead": (2, 5), "width": 128}, "dtype transpose_res", product([F32, BF16, F16], [False, True])),
     other_n=({"lead": (3,), "width": 24}, "n", [2, 3, 5, 8]),
@@ -69,11 +32,6 @@ SINGLE_PASS = cases(
 )
 
 
-@pytest.mark.parametrize("case", SINGLE_PASS)
-def test_single_pass(device, case):
-    check(device, **case)
-
-
 def test_low_precision_weights(device):
     inputs = one.make_inputs((5,), 4, 48, BF16, device=device)
     for key in ("h_post", "h_res", "h_pre"):
@@ -83,21 +41,6 @@ def test_low_precision_weights(device):
     got, want = one.run(inputs, True, up), one.oracle(inputs, True, out["x_out"], up)
     assert all(got[f"d{k}"].dtype is BF16 for k in ("h_post", "h_res", "h_pre"))
     h.compare(got, want, 2e-6 + ROUNDINGS * h.rounding(BF16), ROUNDINGS)
-
-
-def check_coefficients(device, lead, width, *, n=4, dtype=BF16, iters=2, form="softmax", missing=(), more=None, **made):
-    inputs = h.make_inputs(lead, n, width, dtype, device=device, **made)
-    options = {"sinkhorn_iters": iters, "sinkhorn_form": form, **(more or {})}
-    out = one.run_coefficients(inputs, None, options)
-    up = h.upstream({k: out[k] for k in one.COEFFICIENTS[:3] if k not in missing and (out[k].numel() or 0 in lead)})
-    got = one.run_coefficients(inputs, up, options)
-    want = one.oracle_coefficients(inputs, up, options)
-    h.compare({k: t for k, t in got.items() if k != "dalpha"}, want, 2e-6, ROUNDINGS)
-    tokens = zip(one.alone(inputs, lead), one.alone(up, lead), strict=True)
-    check_dalpha(got, want, [one.oracle_coefficients(t, u, options) for t, u in tokens], n, 2e-6)
-    whole = h.OPS.mhc_pre(*inputs.values(), *{**h.PRE_OPTIONS, **options}.values())
-    for key, want in zip(("h_post", "h_res", "h_pre", "h_mix", "inv_rms"), whole[1:], strict=True):
-        assert torch.equal(got[key], want), f"{key} of mhc_pre has other bits"
 
 
 COEFFICIENTS = cases(
@@ -117,9 +60,9 @@ COEFFICIENTS = cases(
 )
 
 
-@pytest.mark.parametrize("case", COEFFICIENTS)
-def test_coefficients(device, case):
-    check_coefficients(device, **case)
+@pytest.mark.parametrize(("op", "case"), of_ops(single_pass=SINGLE_PASS, coefficients=COEFFICIENTS))
+def test_against_fp64(device, op, case):
+    check(op, device, **case)
 
 
 def test_dx_acc_is_added_before_the_one_rounding(device):
