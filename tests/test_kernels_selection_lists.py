@@ -17,7 +17,7 @@ from mhc_inductor.kernels.selection import lists_plan, masks_plan
 from mhc_inductor.ops import registry
 from tests.oracles import lists as h
 from tests.oracles import masks
-from tests.oracles.selection import error
+from tests.oracles.selection import error, selection_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 MIN = torch.finfo(F32).min
@@ -259,28 +259,35 @@ def test_the_order_of_a_list_does_not_matter(builder):
     assert torch.equal(o, got["o"]) and torch.equal(lse, got["lse"])
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_in_a_key_reaches_only_the_queries_that_select_it(builder, name, bad):
-    bias = "normal" if name == "bias" else None
-    made = h.make_inputs("random", F32, B=1, S=6, G=1, S_kv=30, n=5, bias=bias, device=str(builder.device))
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*product(["list", "random", "biased"], ["q", "k", "v"]), ("list", "bias")],
+)
+def test_nan_in_a_key_reaches_only_the_queries_that_see_it(builder, kind, name, bad):
+    sizes = {"B": 1, "S": 6, "G": 1, "S_kv": 30, "device": str(builder.device)}
+    if kind == "list":
+        made = h.make_inputs("random", F32, n=5, bias="normal" if name == "bias" else None, **sizes)
+    else:
+        made = masks.make_inputs(kind, F32, **sizes)
+    seen = torch.zeros(6, 30, dtype=torch.bool)
+    for s in range(6):
+        seen[s, selection_of({**made, "bias": None}, 0, s, 0)] = True
     if name in ("q", "bias"):
         made[name][0, 2, 0, 1] = bad
         touched = torch.arange(6) == 2
     else:
-        key = int(made["indices"][0, 0, 0, 0])
+        key = int(seen[0].nonzero()[0])
         made[name][0, 0, key] = bad
-        touched = (made["indices"][0, :, 0] == key).any(-1).cpu()
+        touched = seen[:, key]
     assert 0 < touched.sum() < 6
     got = planned(builder, made, h.upstream(made, ("o",)), 0.3)
     for n in ("o", "dq"):
-        finite = got[n][0].flatten(1).isfinite().all(-1).cpu()
-        assert finite[~touched].all()
+        assert got[n][0].flatten(1).isfinite().all(-1).cpu()[~touched].all()
     assert not got["o"][0].flatten(1).isfinite().all(-1).cpu()[touched].any()
-    reached = torch.zeros(30, dtype=torch.bool)
-    reached[made["indices"][0, touched.to(builder.device), 0].flatten().long().cpu()] = True
-    for n in ("dk", "dv"):
-        assert got[n][0, 0].isfinite().all(-1).cpu()[~reached].all()
+    if kind == "list" or name != "q":  # under a mask, dK and dV are reached only through the queries that see the key
+        reached = seen[touched].any(0)
+        assert not reached.all() and all(got[n][0, 0].isfinite().all(-1).cpu()[~reached].all() for n in ("dk", "dv"))
 
 
 @pytest.mark.parametrize("bias", [None, "normal"])
@@ -354,30 +361,6 @@ def test_only_the_tiles_that_are_seen_are_listed(builder, kind, floats):
             skipped = bool((mask[0, rows, 0, keys] == -torch.inf).all()) if floats else False
             skipped = skipped or (apart and bool(hidden[0, rows, 0, keys].all()))
             assert ((i, j) in whole) == is_whole and ((i, j) in part) == (not is_whole and not skipped)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("kind", ["random", "biased"])
-def test_nan_in_a_key_reaches_only_the_queries_that_see_it(builder, name, bad, kind):
-    made = masks.make_inputs(kind, F32, B=1, S=6, G=1, S_kv=30, device=str(builder.device))
-    if name == "q":
-        made["q"][0, 2] = bad
-        touched = torch.arange(6) == 2
-    else:
-        made[name][0, 0, 7] = bad
-        shown = made["mask"][0, :, 0, 7].cpu()
-        touched = shown if kind == "random" else shown != -torch.inf
-    assert 0 < touched.sum() < 6
-    got = planned(builder, made, {"o": torch.ones_like(made["q"])}, 0.3)
-    for t in (got["o"], got["dq"]):
-        finite = t[0].flatten(1).isfinite().all(-1).cpu()
-        assert finite[~touched].all()
-    assert not got["o"][0].flatten(1).isfinite().all(-1).cpu()[touched].any()
-    if name != "q":  # dK and dV are reached only through the queries that see the key
-        shown = made["mask"] if kind == "random" else made["mask"] != -torch.inf
-        reached = shown[0, :, 0].cpu()[touched].any(0)
-        assert not reached.all() and all(got[n][0, 0][~reached].isfinite().all() for n in ("dk", "dv"))
 
 
 def test_a_sink_of_minus_infinity_beside_fills(builder):

@@ -8,7 +8,6 @@ import contextlib
 import json
 import pathlib
 import re
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -26,24 +25,16 @@ from mhc_inductor.nn import HyperConnection
 from mhc_inductor.ops import flops, registry
 from mhc_inductor.profiling import Bytes, OpCount, op_bytes
 from tests import test_explain
-from tests.oracles import lists
 from tests.oracles.selection import selection_of
 from tests.ranks import sharded_ops
 from tests.test_options import Block, streams
+from tests.test_options import fresh as fresh  # resets Dynamo around each test, and disables the backend
 from tests.tools import example_modules
 from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
 from tests.tools.generated import launches
 
 CALLED = {"mhc_inductor.profile_scopes": True}
 OPS = sorted(registry.REFERENCE)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    mhc_inductor.disable()
-    torch._dynamo.reset()
 
 
 def moved(op: str, *args: Any) -> Bytes:
@@ -66,10 +57,10 @@ def named(given: dict[str, Any]) -> dict[tuple[int, int], list[set[int]]]:
         made |= {"segments_q": None, "segments_k": None}
     elif given["indices"].dim() == 3:
         made["indices"] = given["indices"].unsqueeze(2)
-    of, listed = (selection_of, made["ranges"]) if "ranges" in given else (lists.selected, made["indices"])
+    listed = made["ranges" if "ranges" in given else "indices"]
     found: dict[tuple[int, int], list[set[int]]] = {}
     for b, s, g in torch.cartesian_prod(*map(torch.arange, listed.shape[:3])).view(-1, 3).tolist():
-        found.setdefault((b, g), []).append(set(of(made, b, s, g)))
+        found.setdefault((b, g), []).append(set(selection_of(made, b, s, g)))
     return found
 
 

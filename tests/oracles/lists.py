@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs, an fp64 oracle and comparisons for the tests of selection attention over lists of keys or masks, on any device.
-
-The oracle loops over queries, with sets of integers, independently of ``mhc_inductor.reference``; gradients come from
-autograd.
-"""
+"""Inputs and comparisons for the tests of selection attention over lists of keys or masks, on any device."""
 
 from __future__ import annotations
 
@@ -14,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.oracles.mhc import rounding
-from tests.oracles.selection import error
+from tests.oracles.selection import OUTPUTS as OUTPUTS
+from tests.oracles.selection import WANTED, error, oracle
+from tests.oracles.selection import logsumexp as logsumexp
+from tests.oracles.selection import upstream as upstream
 
 NAMES = ("q", "k", "v", "indices", "mask", "sink", "cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k")
 ENTRIES = ("q", "k", "v", "indices", "bias", "sink")
-WANTED = ("q", "k", "v", "sink")
-OUTPUTS = ("o", "lse")
 ANY = -(2**31)
 LOWEST = torch.finfo(torch.float32).min
 
@@ -148,99 +145,6 @@ def backward_arguments(ups: Iterable[Tensor | None], args: Sequence[Any], o: Ten
     """Returns the backward op's positional arguments, from the gradients of o and lse and the op's arguments."""
     scale = next(i for i, a in enumerate(args) if isinstance(a, float))
     return (*ups, *args[:scale], o, lse, *args[scale:])
-
-
-def _entries(made: Mapping[str, Any], b: int, s: int, g: int) -> tuple[list[int], list[int]]:
-    """Returns the keys of the entries that count, and the entries' places in the list."""
-    if made.get("bias") is None:
-        keys = selected(made, b, s, g)
-        return keys, []
-    found: list[tuple[int, int]] = []
-    for place, (key, bias) in enumerate(
-        zip(made["indices"][b, s, g].tolist(), made["bias"][b, s, g].tolist(), strict=True)
-    ):
-        absent = not 0 <= key < made["k"].shape[2] or bias == -torch.inf
-        if not absent and (made["repeats"] or all(key != k for k, _ in found)):
-            found.append((key, place))
-    return [key for key, _ in found], [place for _, place in found]
-
-
-def selected(made: Mapping[str, Any], b: int, s: int, g: int) -> list[int]:
-    """Returns the keys that one query selects."""
-    k = made["k"]
-    if "mask" in made:
-        shown = mask_row(made, b, s, g)
-        return (shown if shown.dtype is torch.bool else shown != -torch.inf).nonzero().flatten().tolist()
-    lo, hi = 0, k.shape[2]
-    if made["cu_seqlens_q"] is not None:
-        ends = made["cu_seqlens_q"].tolist()
-        keys = ends if made["cu_seqlens_k"] is None else made["cu_seqlens_k"].tolist()
-        at = [i for i in range(len(ends) - 1) if ends[i] <= s < ends[i + 1]]
-        lo, hi = (keys[at[0]], keys[at[0] + 1]) if at else (0, 0)
-    found = {lo + i for i in made["indices"][b, s, g].tolist() if 0 <= i < hi - lo}
-    if made["segments_q"] is not None:
-        mine = int(made["segments_q"][b, s])
-        found = {i for i in found if int(made["segments_k"][b, i]) in (mine, ANY)}
-    return sorted(found)
-
-
-def logsumexp(t: Tensor) -> Tensor:
-    """Returns ``t.logsumexp(-1)``, whose own gradient is exp(t - lse) with an lse that may be rounded."""
-    most = t.detach().amax(-1, keepdim=True)
-    return (t - most).logsumexp(-1) + most.squeeze(-1)
-
-
-def mask_row(made: Mapping[str, Any], b: int, s: int, g: int) -> Tensor:
-    """Returns what the mask says of each key to one query."""
-    mask = made["mask"]
-    return mask[b if mask.shape[0] > 1 else 0, s, g if mask.shape[2] > 1 else 0].cpu()
-
-
-def oracle(
-    made: Mapping[str, Any],
-    ups: Mapping[str, Tensor] | None = None,
-    dtype: torch.dtype = torch.float64,
-    scale: float | None = None,
-) -> dict[str, Tensor]:
-    """Returns o and lse in ``dtype`` by a loop over queries, and with ``ups`` the gradients of the inputs."""
-    leaf = {n: made[n].detach().cpu().to(dtype).requires_grad_() for n in WANTED if made[n] is not None}
-    q, k = leaf["q"], leaf["k"]
-    v = leaf.get("v", k[..., : made["v_width"]])
-    B, S, G, h, Dk = q.shape
-    scale = Dk**-0.5 if scale is None else scale
-    o, lse = q.new_zeros((B, S, G, h, made["v_width"])), q.new_full((B, S, G, h), -torch.inf)
-    o, lse = o.clone(), lse.clone()
-    for b in range(B):
-        for s in range(S):
-            for g in range(G):
-                sel, places = _entries(made, b, s, g)
-                if sel:
-                    t = scale * q[b, s, g] @ k[b, g, sel].T
-                    if places:
-                        t = t + made["bias"][b, s, g, places].cpu().to(dtype)
-                    if "mask" in made and made["mask"].is_floating_point():
-                        t = t + mask_row(made, b, s, g)[sel].to(dtype)
-                    logits = t if "sink" not in leaf else torch.cat((t, leaf["sink"][g][:, None]), -1)
-                    o[b, s, g] = logits.softmax(-1)[:, : len(sel)] @ v[b, g, sel]
-                    lse[b, s, g] = logsumexp(t)
-    out = {"o": o, "lse": lse}
-    result = {name: t.detach() for name, t in out.items()}
-    if ups:
-        # The last term gives an empty sum a gradient.
-        total = sum(((out[n] * u.cpu().to(dtype))[out[n].isfinite()].sum() for n, u in ups.items()), 0.0 * q.sum())
-        grads = torch.autograd.grad(total, list(leaf.values()), allow_unused=True)
-        zeros = [torch.zeros_like(t) for t in leaf.values()]
-        result |= {f"d{n}": z if grad is None else grad for n, grad, z in zip(leaf, grads, zeros, strict=True)}
-    return result
-
-
-def upstream(made: Mapping[str, Any], names: Iterable[str] = OUTPUTS, seed: int = 1) -> dict[str, Tensor]:
-    """Returns gradients of the outputs ``names``."""
-    q = made["q"]
-    g = torch.Generator().manual_seed(seed)
-    shape = {"o": (*q.shape[:4], made["v_width"]), "lse": q.shape[:4]}
-    dtype = {"o": q.dtype, "lse": torch.float64 if q.dtype is torch.float64 else torch.float32}
-    return {n: torch.randn(shape[n], generator=g, dtype=torch.float64).to(dtype[n]).to(q.device) for n in names}
 
 
 def run(

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs, an fp64 oracle and comparisons for the tests of selection attention, on any device.
 
-The oracle is a loop over queries, written independently of ``mhc_inductor.reference``: it gathers the selected keys and
-calls softmax; gradients come from autograd. Kernel tests reuse it: ``check(run(inputs, up), inputs, up)``.
+The oracle, also of attention over lists and under masks, is a loop over queries, written independently of
+``mhc_inductor.reference``: it gathers the selected keys and calls softmax; gradients come from autograd. Kernel tests reuse
+it: ``check(run(inputs, up), inputs, up)``.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -239,8 +241,11 @@ def positional(inputs: Mapping[str, Tensor | None], scale: float) -> tuple[Any, 
 # --- the oracle ---------------------------------------------------------------------------------------------
 
 
-def selection_of(inputs: Mapping[str, Tensor | None], b: int, s: int, g: int) -> list[int]:
-    """Returns the keys that one query selects, by the definition."""
+def selection_of(inputs: Mapping[str, Any], b: int, s: int, g: int) -> list[int]:
+    """Returns the keys that one query sees by ranges, a list or a mask, by the definition."""
+    if inputs.get("mask") is not None:
+        shown = mask_row(inputs, b, s, g)
+        return (shown if shown.dtype is torch.bool else shown != -torch.inf).nonzero().flatten().tolist()
     first, last = 0, inputs["k"].shape[2]
     cu = inputs["cu_seqlens_q"]
     if cu is not None:
@@ -251,16 +256,46 @@ def selection_of(inputs: Mapping[str, Tensor | None], b: int, s: int, g: int) ->
         keys = cu if inputs["cu_seqlens_k"] is None else inputs["cu_seqlens_k"]
         first, last = keys[n : n + 2].tolist()
     chosen: set[int] = set()
-    for start, end in inputs["ranges"][b, s, g].tolist():
-        chosen.update(range(max(start, 0) + first, min(end + first, last)))
+    if "ranges" in inputs:
+        for start, end in inputs["ranges"][b, s, g].tolist():
+            chosen.update(range(max(start, 0) + first, min(end + first, last)))
+    else:
+        chosen = {first + i for i in inputs["indices"][b, s, g].tolist() if 0 <= i < last - first}
     if inputs.get("segments_q") is not None:
         mine = (int(inputs["segments_q"][b, s]), ANY_SEGMENT)
         chosen = {i for i in chosen if int(inputs["segments_k"][b, i]) in mine}
     return sorted(chosen)
 
 
+def mask_row(inputs: Mapping[str, Any], b: int, s: int, g: int) -> Tensor:
+    """Returns what the mask says of each key to one query."""
+    mask = inputs["mask"]
+    return mask[b if mask.shape[0] > 1 else 0, s, g if mask.shape[2] > 1 else 0]
+
+
+def entries_of(inputs: Mapping[str, Any], b: int, s: int, g: int) -> tuple[list[int], Tensor | None]:
+    """Returns the keys of one query, several times each where every entry of a list counts, and what is added to scores."""
+    if inputs.get("bias") is None:
+        keys = selection_of(inputs, b, s, g)
+        added = inputs.get("mask") is not None and inputs["mask"].is_floating_point()
+        return keys, mask_row(inputs, b, s, g)[keys] if added else None
+    found: dict[int, int] = {}
+    bias = inputs["bias"][b, s, g]
+    for place, (key, value) in enumerate(zip(inputs["indices"][b, s, g].tolist(), bias.tolist(), strict=True)):
+        absent = not 0 <= key < inputs["k"].shape[2] or value == -torch.inf
+        if not absent and (inputs["repeats"] or key not in found.values()):
+            found[place] = key
+    return [*found.values()], bias[[*found]]
+
+
+def logsumexp(t: Tensor) -> Tensor:
+    """Returns ``t.logsumexp(-1)``, whose own gradient is exp(t - lse) with an lse that may be rounded."""
+    most = t.detach().amax(-1, keepdim=True)
+    return (t - most).logsumexp(-1) + most.squeeze(-1)
+
+
 def loop(
-    inputs: Mapping[str, Tensor | None],
+    inputs: Mapping[str, Any],
     dtype: torch.dtype = torch.float64,
     scale: float | None = None,
     queries: Iterable[int] | None = None,
@@ -269,25 +304,25 @@ def loop(
 
     With ``queries``, computes only those; the others are zero.
     """
-    q, k, v = (inputs[n].to(dtype) for n in ("q", "k", "v"))
+    q, k = (inputs[n].to(dtype) for n in ("q", "k"))
+    v = k[..., : inputs["v_width"]] if inputs["v"] is None else inputs["v"].to(dtype)
     sink = None if inputs["sink"] is None else inputs["sink"].to(dtype)
     batch, steps, groups, heads, width = q.shape
     scale = width**-0.5 if scale is None else scale
     wanted = set(range(steps) if queries is None else queries)
     nothing = q.new_zeros((heads, v.shape[3])), q.new_full((heads,), -torch.inf)
     outs, lses = [], []
-    for b in range(batch):
-        for s in range(steps):
-            for g in range(groups):
-                keys = selection_of(inputs, b, s, g) if s in wanted else []
-                if not keys:
-                    outs.append(nothing[0])
-                    lses.append(nothing[1])
-                    continue
-                scores = scale * q[b, s, g] @ k[b, g, keys].T
-                logits = scores if sink is None else torch.cat((scores, sink[g][:, None]), 1)
-                outs.append(torch.softmax(logits, 1)[:, : len(keys)] @ v[b, g, keys])
-                lses.append(torch.logsumexp(scores, 1))
+    for b, s, g in itertools.product(range(batch), range(steps), range(groups)):
+        keys, added = entries_of(inputs, b, s, g) if s in wanted else ([], None)
+        if not keys:
+            outs.append(nothing[0])
+            lses.append(nothing[1])
+            continue
+        scores = scale * q[b, s, g] @ k[b, g, keys].T
+        scores = scores if added is None else scores + added.to(dtype)
+        logits = scores if sink is None else torch.cat((scores, sink[g][:, None]), 1)
+        outs.append(torch.softmax(logits, 1)[:, : len(keys)] @ v[b, g, keys])
+        lses.append(logsumexp(scores))
     shape = (batch, steps, groups, heads)
     if not outs:
         return {"o": q.new_zeros((*shape, v.shape[3])), "lse": q.new_zeros(shape)}
@@ -295,22 +330,23 @@ def loop(
 
 
 def oracle(
-    inputs: Mapping[str, Tensor | None],
+    inputs: Mapping[str, Any],
     up: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
     scale: float | None = None,
     queries: Iterable[int] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the loop's o and lse in ``dtype`` and, with ``up``, the gradients of q, k, v and sink."""
-    leaf = dict(inputs)
-    for name in WANTED:
-        if leaf[name] is not None:
-            leaf[name] = leaf[name].detach().to(dtype).requires_grad_()
-    result = loop(leaf, dtype, scale, queries)
+    """Returns the loop's o and lse in ``dtype`` and, with ``up``, the gradients of q, k, v and sink.
+
+    The loop runs on the CPU, which takes small products one by one sooner than a GPU.
+    """
+    device = inputs["q"].device
+    leaf = {name: t.cpu() if isinstance(t, Tensor) else t for name, t in inputs.items()}
+    wanted = {n: leaf[n].detach().to(dtype).requires_grad_() for n in WANTED if leaf[n] is not None}
+    result = loop(leaf | wanted, dtype, scale, queries)
     named = {k: t.detach() for k, t in result.items()}
     if up:
-        wanted = {k: leaf[k] for k in WANTED if leaf[k] is not None}
-        pairs = [(result[k], u.detach().to(dtype)) for k, u in up.items() if result[k].requires_grad]
+        pairs = [(result[k], u.detach().cpu().to(dtype)) for k, u in up.items() if result[k].requires_grad]
         grads = [None] * len(wanted)
         if pairs:
             outs, ups = zip(*pairs, strict=True)
@@ -318,16 +354,16 @@ def oracle(
         named |= {
             f"d{k}": torch.zeros_like(t) if g is None else g for (k, t), g in zip(wanted.items(), grads, strict=True)
         }
-    return named
+    return {k: t.to(device) for k, t in named.items()}
 
 
-def upstream(inputs: Mapping[str, Tensor | None], names: tuple[str, ...] = OUTPUTS, seed: int = 1) -> dict[str, Tensor]:
+def upstream(inputs: Mapping[str, Any], names: Iterable[str] = OUTPUTS, seed: int = 1) -> dict[str, Tensor]:
     """Returns a standard normal gradient for each of the named outputs, in its dtype."""
     g = torch.Generator().manual_seed(seed)
-    q, v = inputs["q"], inputs["v"]
+    q, width = inputs["q"], inputs["v_width"] if inputs["v"] is None else inputs["v"].shape[3]
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     made = {
-        "o": torch.randn((*q.shape[:4], v.shape[3]), generator=g, dtype=torch.float64).to(q.dtype),
+        "o": torch.randn((*q.shape[:4], width), generator=g, dtype=torch.float64).to(q.dtype),
         "lse": torch.randn(q.shape[:4], generator=g, dtype=torch.float64).to(wide),
     }
     return {k: made[k].to(q.device) for k in names}
