@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,59 +72,49 @@ def same(got: Captured, fn: Any, x: list[Tensor], family: str, tolerance: float 
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b[b > -1e30].abs().max()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["bool", "float"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_masks(family: str, kind: str, padded: bool) -> None:
-    if family in OWN_MASK and kind == "bool":
-        pytest.skip("has a mask of its own")
-    x = inputs(padded=padded)
-    model = Indexer(family, kind)
-    got = run(model, x, [*model.named_parameters()])
-    routed(got, 24, family)
-    same(got, model, x, family)
+HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{
+        f"{kind} mask, {which}": (
+            {} if which == "whole" else {which: True},
+            {"kind": kind, "packed": which == "packed"},
+        )
+        for kind in ("bool", "float")
+        for which in ("whole", "padded", "packed")
+    },
+    "dynamic sizes": ({}, {}),
+    "dynamic length": ({"B": 1}, {}),
+    "bf16": ({"dtype": torch.bfloat16}, {}),
+    "autocast": ({}, {}),
+}
+"""What is run, as options of the inputs and of the indexer."""
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != GLM])
-@pytest.mark.parametrize("kind", ["bool", "float"])
-def test_packed_positions(family: str, kind: str) -> None:
-    if family in OWN_MASK and kind == "bool":
-        pytest.skip("has a mask of its own")
-    x = inputs(packed=True)
-    model = Indexer(family, kind, packed=True)
-    got = run(model, x, grad=False)
-    routed(got, 24, family)
-    same(got, model, x, family)
+def _cases() -> Iterator[Any]:
+    """Returns cases (family, how), without those that a model does not have. Each commit runs one of most hows."""
+    for (i, how), (j, family) in itertools.product(enumerate(HOW), enumerate(FAMILIES)):
+        if not ("bool" in how and family in OWN_MASK) and not ("packed" in how and family == GLM):
+            each = i % len(FAMILIES) == j and "padded" not in how and "length" not in how
+            yield pytest.param(family, how, marks=pytest.mark.every_case if each else ())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_dynamic_sizes(family: str, batch: int) -> None:
-    x = inputs(B=batch)
-    model = Indexer(family)
-    symbolic = [(i, 1) for i in range(3)] + ([(i, 0) for i in range(3)] if batch > 1 else [])
-    # A graph break of GLM-5-Next forgets the marks.
-    dynamic, symbolic = (True, []) if family == GLM else (None, symbolic)
-    got = run(model, x, grad=False, dynamic=dynamic, symbolic=symbolic)
-    routed(got, 24, family)
-    same(got, model, x, family)
+@pytest.mark.parametrize(("family", "how"), [*_cases()])
+def test_indexers_are_routed(family: str, how: str) -> None:
+    given, made = HOW[how]
+    x = inputs(**given)
+    model = Indexer(family, **made).to(x[0].dtype)
 
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("how", ["bf16", "autocast"])
-def test_bf16(family: str, how: str) -> None:
-    model = Indexer(family)
-    x = inputs()
-    if how == "bf16":
-        model, x = model.bfloat16(), inputs(dtype=torch.bfloat16)
-
-    def fn(*given: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+    def autocast(*given: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(*given)
 
-    got = run(fn, x, grad=False)
+    options: dict[str, Any] = {}
+    if "dynamic" in how:  # a graph break of GLM-5-Next forgets which sizes are marked
+        marked = [(i, dim) for i in range(3) for dim in ((1,) if "length" in how else (0, 1))]
+        options = {"dynamic": True} if family == GLM else {"dynamic": None, "symbolic": marked}
+    fn = autocast if how == "autocast" else model
+    got = run(fn, x, [*model.named_parameters()], "mask" in how and "packed" not in how, **options)
     routed(got, 24, family)
-    same(got, fn, x, family, 1e-5 if how == "bf16" else 0.05)
+    same(got, fn, x, family, 0.05 if how == "autocast" else 1e-5)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in OWN_MASK])
