@@ -380,31 +380,18 @@ def _masked_scores(q: Tensor, k: Tensor, ranges: Tensor) -> Tensor:
     return (q @ k.mT * 0.35).masked_fill(~_inside(ranges), -INF)
 
 
-def _sunk(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Any:
-    s = torch.cat([_masked_scores(q, k, ranges), q[..., :1]], -1)
-    return (s - s.max(-1, keepdim=True).values).softmax(-1)[..., :-1] @ v
-
-
 def _scores(scores: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Whole:
     return lambda q, k, v, r: scores(q, k, v).masked_fill(~_inside(r), -INF).softmax(-1) @ v
 
 
-# A soft cap, dropout and weights that are returned are mutants of test_routing_selection.py.
+# A soft cap, a bias, dropout, other sinks, inverted masks and weights that are returned are mutants of test_routing_selection.py;
+# masks that are given are in test_near_misses_selection.py and test_routing_data_masks.py.
 NEAR_MISSES: dict[str, tuple[Whole, str]] = {
     "clamp": (_scores(lambda q, k, v: (q @ k.mT).clamp(-5, 5)), "the scores are changed by clamp"),
-    "bias": (
-        _scores(lambda q, k, v: (q @ k.mT) + q.sum(-1, True) * v.sum(-1)[..., None, :]),
-        "the tensor added to the scores is not a mask: its values are not all 0 or at most -1e4",
-    ),
     "weights only": (lambda q, k, v, r: _masked_scores(q, k, r).softmax(-1), "no products with V"),
     "weights in two products": (
         lambda q, k, v, r: ((p := _masked_scores(q, k, r).softmax(-1)) @ v, p @ k),
         "2 products with V",
-    ),
-    "sink": (_sunk, "the softmax is over scores and other logits (a sink, more keys)"),
-    "all but the picked": (
-        _seeing(lambda r: torch.ones(2, 2, T, T, dtype=torch.bool).scatter(-1, r[..., 0], False)),
-        "not a union of ranges of keys",
     ),
 }
 
@@ -415,35 +402,6 @@ def test_softmaxes_over_selected_keys_that_stay_have_a_reason(name: str) -> None
     got = run(fn, _given(), (), False)
     assert not got.ops and reason in reasons(got), reasons(got)
     assert all("test_routing_masks.py:" in m.source for m in got.report.near_misses)
-
-
-@pytest.mark.parametrize("form", ["bool", "float", "sdpa", "sdpa bool"])
-def test_masks_that_are_given_have_a_reason(form: str) -> None:
-    """Passes the mask as an argument with an element per query and key, whose contents routing cannot know."""
-
-    def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        if "sdpa" in form:
-            return F.scaled_dot_product_attention(q, k, v, mask)
-        s = q @ k.mT
-        return (s + mask if form == "float" else s.masked_fill(~mask, -INF)).softmax(-1) @ v
-
-    causal = torch.ones(T, T, dtype=torch.bool).tril()
-    mask = causal if "bool" in form else torch.zeros(T, T).masked_fill(~causal, -INF)
-    got = run(fn, (*_given()[:3], mask), (), False)
-    assert not got.ops and "an element for each query and key" in reasons(got), reasons(got)
-
-
-def test_masks_of_positions_and_padding_are_no_near_miss() -> None:
-    """Runs plain causal attention, a padding mask and a fill of -1e4, which stay torch.compile's."""
-
-    def fn(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
-        s = q @ k.mT
-        padded = _causal() & padding[:, None, None]
-        outs = [s.masked_fill(~_causal(), fill).softmax(-1) @ v for fill in (-INF, MIN, -1e4)]
-        return (*outs, s.softmax(-1) @ v, (3 * torch.tanh(s)).masked_fill(~padded, -INF).softmax(-1) @ v)
-
-    got = run(fn, (*_given()[:3], torch.rand(2, T) > 0.1), (), False)
-    assert got.report.empty, reasons(got)
 
 
 def test_keys_put_together_in_place() -> None:

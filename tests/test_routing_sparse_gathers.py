@@ -527,16 +527,6 @@ def test_a_sink_in_a_sum_is_that_of_the_op() -> None:
     routed(added_to_the_sum, inputs())
 
 
-def test_weights_used_elsewhere_stay() -> None:
-    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-        at = x.topk(K).indices
-        weights = torch.einsum("bshd,bskd->bshk", q, rows_of(k, at)).softmax(-1)
-        return torch.einsum("bshk,bskd->bshd", weights, rows_of(v, at)), weights
-
-    got, want = run(fn, inputs()), eager(fn, inputs())
-    assert not got.ops and difference(got, want) == 0.0 and "used elsewhere" in reasons(got)
-
-
 def test_gathers_for_other_purposes_stay() -> None:
     """Keys of another cache entry, of pages, and windows by ``unfold`` are no lists of a choice."""
 
