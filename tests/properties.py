@@ -184,42 +184,22 @@ def without_cancellation(lse: Tensor, want: Tensor, made: Named, scale: float) -
     return torch.where((lse - want).abs() <= slack, want.to(lse.dtype), lse)
 
 
-def attention(seed: int, documents: bool, **sizes: Any) -> Sequence[Any]:
+def attention(make: Callable[..., Any], seed: int, documents: bool = False, **sizes: Any) -> Sequence[Any]:
+    """Checks attention over ranges, lists or a mask, of which ``make`` makes the inputs."""
+    ranges = make is helpers_selection.make_inputs
     if documents:
         sizes |= in_documents(sizes["S"], sizes["S_kv"])
-    made = any_strides(helpers_selection.make_inputs(**sizes, seed=seed), seed)
-    up = helpers_selection.upstream(made)
-    got = helpers_selection.run(made)
-    lse = helpers_selection.oracle(made)["lse"]
-    got["lse"] = without_cancellation(got["lse"], lse, made, made["q"].shape[-1] ** -0.5)
-    helpers_selection.check(got, made)
-    close(helpers_selection.run(made, up), helpers_selection.oracle(made, up), sizes["dtype"])
-    return helpers_selection.positional(made, 0.3)
-
-
-def lists(seed: int, documents: bool, **sizes: Any) -> Sequence[Any]:
-    if documents:
-        sizes |= in_documents(sizes["S"], sizes["S_kv"])
-    return listed_or_masked(helpers_lists.make_inputs, seed, **sizes)
-
-
-def masks(seed: int, **sizes: Any) -> Sequence[Any]:
-    return listed_or_masked(helpers_masks.make_inputs, seed, **sizes)
-
-
-def listed_or_masked(make_inputs: Callable[..., Any], seed: int, **sizes: Any) -> Sequence[Any]:
-    if sizes["shared"]:
+    if sizes.get("shared"):
         sizes["Dv"] = min(sizes["Dv"], sizes["Dk"])
-    made = any_strides(make_inputs(**sizes, seed=seed), seed)
-    args, name = helpers_lists.arguments(made, 0.3), helpers_lists.name_of(made)
-    o, lse = op(name)(*args)
-    exact = helpers_lists.oracle(made, scale=0.3)["lse"]
-    helpers_lists.check({"o": o, "lse": without_cancellation(lse, exact, made, 0.3)}, made, scale=0.3)
-    up = helpers_lists.upstream(made)
-    grads = op(f"{name}_backward")(*helpers_lists.backward_arguments(up.values(), args, o, lse))
-    got = {f"d{k}": t for k, t in zip(helpers_lists.WANTED, grads, strict=True) if made[k] is not None}
-    close(got, helpers_lists.oracle(made, up, scale=0.3), sizes["dtype"])
-    return args
+    made = any_strides(make(**sizes, seed=seed), seed)
+    name = "selection_attention" if ranges else helpers_lists.name_of(made)
+    up = helpers_selection.upstream(made)
+    got = helpers_mhc.run_op(name, made, up, {"scale": 0.3})
+    exact = helpers_selection.oracle(made, up, scale=0.3)
+    results = {"o": got["o"], "lse": without_cancellation(got["lse"], exact["lse"], made, 0.3)}
+    (helpers_selection if ranges else helpers_lists).check(results, made, scale=0.3)
+    close({k: t for k, t in got.items() if ranges or k[0] == "d"}, exact, sizes["dtype"])
+    return helpers_selection.positional(made, 0.3) if ranges else helpers_lists.arguments(made, 0.3)
 
 
 def _index(seed: int, kind: str, **sizes: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
@@ -294,6 +274,7 @@ _KEYS = drawn(
 _LISTS = _KEYS | drawn(
     kind=["random", "sorted", "odd", "empty", "all", "none"], n=(0, 9), shared=bool, segments=bool, index_dtype=INTEGERS
 )
+_OF_LISTS = functools.partial(attention, helpers_lists.make_inputs)
 _INDEX = drawn(kind=helpers_index.KINDS, B=(0, 2), S=(0, 6), T=(1, 19), H=(1, 4), D=(1, 9), dtype=DTYPE, whole=bool)
 
 
@@ -317,18 +298,18 @@ PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], Strategies]] = {
         drawn(T=(1, 12), B=(0, 2), n=(1, 9), dtype=DTYPE, bias=["none", "fixed", "input"], state=bool, segment=(1, 9)),
     ),
     "selection_attention": (
-        attention,
+        functools.partial(attention, helpers_selection.make_inputs),
         _KEYS
         | drawn(kind=["corr", "rand", "odd", "token", "twice", "empty", "all", "none"], r=(0, 4))
         | drawn(range_dtype=INTEGERS, segments=[None, "mixed", "documents"]),
     ),
-    "selection_list_attention": (lists, _LISTS),
+    "selection_list_attention": (_OF_LISTS, _LISTS),
     "selection_entry_attention": (
-        lists,
+        _OF_LISTS,
         _LISTS | drawn(documents=[False], segments=[False], bias=["normal", "rows"], repeats=bool),
     ),
     "selection_mask_attention": (
-        masks,
+        functools.partial(attention, helpers_masks.make_inputs),
         {k: v for k, v in _KEYS.items() if k != "documents"}
         | drawn(kind=helpers_masks.KINDS, shared=bool, shared_mask=["", "B", "G", "BG", "S", "BGS"]),
     ),
