@@ -236,6 +236,25 @@ def test_a_buffer_filled_without_gradients_has_none(where: Sequence[int]) -> Non
     check(lambda p: _buffered(p, where), leaves(), modes=TRAIN)
 
 
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "[T, B, 4, n]": (lambda x: x.unflatten(-1, (4, -1)), lambda x: x.flatten(-2)),
+    "[4, T, B, n]": (lambda x: x.unflatten(-1, (4, -1)).movedim(2, 0), lambda x: x.movedim(0, 2).flatten(-2)),
+    "[T * B, 4 n]": (lambda x: x.flatten(0, 1), lambda x: x.unflatten(0, (T, -1))),
+    "[B * T, 4 n]": (lambda x: x.transpose(0, 1).flatten(0, 1), lambda x: x.unflatten(0, (-1, T)).transpose(0, 1)),
+    "[T, 1, 4 n]": (lambda x: x[:, :1], lambda x: x.expand(-1, 2, -1)),
+    "[T, 4 n]": (lambda x: x[:, 0], lambda x: x[:, None].expand(-1, 2, -1)),
+}
+"""Layouts of an input, and its views [T, B, 4 n]."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_input_of_any_layout_is_read_where_it_lies(layout: str) -> None:
+    stored, seen = LAYOUTS[layout]
+    p = leaves(torch.float32)
+    p["kvqm"] = stored(p["kvqm"].detach()).contiguous().requires_grad_()
+    check(lambda p: loop(p, {"kvqm": seen}), p, modes=TRAIN, routed=SCAN)
+
+
 # --- near misses -------------------------------------------------------------------------------------------------
 
 

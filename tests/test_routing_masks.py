@@ -147,6 +147,23 @@ def test_masks_of_different_fills_where_every_query_sees_a_key(masked: str) -> N
     _same(fn, _given(), routed="-1e4" not in masked)
 
 
+@pytest.mark.parametrize("sides", [(2, 0), (0, 2)], ids=str)
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_mask_is_padded(sides: tuple[int, int], shown: bool) -> None:
+    kept = slice(sides[0], T - sides[1])
+
+    def mask(scores: Tensor, allowed: Tensor) -> Tensor:
+        return scores.masked_fill(~F.pad(allowed[..., kept], sides, value=shown), -INF)
+
+    # Keys at the end that every query sees are no window and not the first ones.
+    _same(_attention(mask), _given(), routed=sides == (2, 0) or not shown)
+
+
+def test_a_mask_of_isin_is_left() -> None:
+    fn = _seeing(lambda x: torch.isin(torch.arange(T).expand(T, T), x) | _causal())
+    _same(fn, (*_given()[:3], torch.tensor([0, 5])), routed=False)
+
+
 def test_zeros_are_an_option() -> None:
     fn = _attention(SEVERAL_FILLS["finfo.min, then -inf"])
     given = _given()
