@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from tests.formulas.laws import block, mhc_leaves
 from tests.formulas.laws_writes import WRITES, written
 from tests.formulas.reference_models_mhc import WIDTH, N, _balanced, _gates, around, normed, parameters
 from tests.formulas.spellings_selection import plain
-from tests.tools.capture import interpreted
+from tests.tools.capture import interpreted, run
 
 P = parameters()
 Fn = Callable[..., Any]
@@ -89,18 +89,9 @@ PROGRAMS: dict[str, tuple[Callable[[], Fn], tuple[Tensor, ...]]] = {
 }
 
 
-def captured(fn: Fn, inputs: Iterable[Tensor]) -> list[fx.GraphModule]:
+def captured(fn: Fn, inputs: Sequence[Tensor]) -> list[fx.GraphModule]:
     """Returns the graphs of one call in training."""
-    graphs: list[fx.GraphModule] = []
-
-    def backend(gm: fx.GraphModule, _: list[Any]) -> Fn:
-        graphs.append(gm)
-        return gm.forward
-
-    torch._dynamo.reset()
-    given = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
-    torch.compile(fn, backend=backend, dynamic=False)(*given)
-    return graphs
+    return run(fn, inputs, routed=False, dynamo=True).graphs
 
 
 def returning(gm: fx.GraphModule, more: Iterable[fx.Node], written: bool) -> fx.GraphModule:
