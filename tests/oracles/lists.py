@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.oracles import selection
 from tests.oracles.mhc import rounding
 from tests.oracles.selection import OUTPUTS as OUTPUTS
 from tests.oracles.selection import WANTED, error, oracle
@@ -69,46 +68,63 @@ def make_inputs(
     kind: str = "odd",
     dtype: torch.dtype = torch.float64,
     *,
+    B: int = 2,
     S: int = 5,
+    G: int = 2,
+    h: int = 3,
+    Dk: int = 8,
+    Dv: int | None = None,
     S_kv: int | None = None,
     n: int = 9,
     sink: bool | float = False,
     shared: bool = False,
     segments: bool = False,
+    lengths: Sequence[int] | None = None,
+    key_lengths: Sequence[int] | None = None,
+    strided: bool = False,
     index_dtype: torch.dtype = torch.int32,
     device: str = "cpu",
     seed: int = 0,
     bias: str | None = None,
     bias_dtype: torch.dtype | None = None,
     repeats: bool = False,
-    **sizes: Any,
 ) -> dict[str, Any]:
-    """Returns q, k, v and sink of ``selection.make_inputs``, and lists of a ``kind`` of :func:`make_indices`.
+    """Returns standard normal q, k, v and sink, and lists of a ``kind`` of :func:`make_indices`.
 
-    ``sink``: all logits, or whether there are any. ``bias``: a kind of :func:`make_bias`, in ``bias_dtype`` or that of the
-    sink; the arguments are then those of the op with a bias per entry. ``shared``: v is None, and Dv columns of k are the
-    values.
+    ``sink``: all logits, or whether there are any. ``bias``: a kind of :func:`make_bias`, in ``bias_dtype`` or that of
+    the sink; the arguments are then those of the op with a bias per entry.
+
+    ``shared``: v is None, and Dv columns of k are the values. ``lengths``: packed sequences (B = 1), ``key_lengths``
+    where their keys have other lengths. ``strided``: k and v are views of ``[B, S_kv, G, D]``.
     """
+    g = torch.Generator().manual_seed(seed)
     S_kv = S if S_kv is None else S_kv
-    made: dict[str, Any] = selection.make_inputs(
-        "none", dtype, S=S, S_kv=S_kv, sink=bool(sink), device=device, seed=seed, **sizes
-    )
-    del made["ranges"]
-    g = torch.Generator().manual_seed(seed + 1)
-    B, S, G = made["q"].shape[:3]
-    made["v_width"], made["repeats"] = made["v"].shape[3], repeats
-    made["v"] = None if shared else made["v"]
+    Dv = Dk if Dv is None else Dv
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).to(device)
+
+    def rows(D: int) -> Tensor:
+        return normal(B, S_kv, G, D).transpose(1, 2) if strided else normal(B, G, S_kv, D)
+
+    def boundaries(sizes: Sequence[int] | None) -> Tensor | None:
+        return None if sizes is None else torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).to(device)
+
+    made: dict[str, Any] = {"q": normal(B, S, G, h, Dk), "k": rows(Dk), "v": None if shared else rows(Dv)}
     made["indices"] = make_indices(kind, (B, S, G, n), S_kv, index_dtype, g).to(device)
+    made["sink"] = normal(G, h).to(torch.float64 if dtype is torch.float64 else torch.float32) if sink else None
     if isinstance(sink, float):
         made["sink"].fill_(sink)
+    made["cu_seqlens_q"], made["cu_seqlens_k"] = boundaries(lengths), boundaries(key_lengths)
     made["segments_q"] = made["segments_k"] = None
     if segments:
         wide = 2**32 if index_dtype is torch.int64 else 1
         made["segments_q"] = (torch.randint(0, 3, (B, S), generator=g) * wide).to(index_dtype).to(device)
         ids = torch.randint(0, 4, (B, S_kv), generator=g)
         made["segments_k"] = torch.where(ids == 3, ANY, ids * wide).to(index_dtype).to(device)
-    own = torch.float64 if dtype is torch.float64 else torch.float32
-    made["bias"] = None if bias is None else make_bias(bias, (B, S, G, n), bias_dtype or own, g).to(device)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    made["bias"] = None if bias is None else make_bias(bias, (B, S, G, n), bias_dtype or wide, g).to(device)
+    made["v_width"], made["repeats"] = Dv, repeats
     return made
 
 
