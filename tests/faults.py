@@ -184,7 +184,7 @@ FAULTS = (
         f"{_PASS}/operators/selection/empty_rows.py",
         "if rows in (Rows.SEEN, Rows.ZERO) or",
         "if rows in (Rows.SEEN, Rows.ZERO, Rows.NAN, Rows.MEAN) or",
-        "test_routing_selection.py::test_rows_without_keys_are_means_where_scores_are_finite",
+        "test_routing_masks.py::test_rows_without_keys_are_the_formulas",
     ),
     Fault(
         "a window has one key too many",

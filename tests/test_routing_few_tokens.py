@@ -40,10 +40,13 @@ def site(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, f: Tensor, device:
     b, s = x.shape[:2]
     flat = x.reshape(b * s, N * WIDTH)
     h = torch.nn.functional.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS), phi)
-    pre, post, res = reference._gates(h.view(b, s, -1), {"alpha": alpha, "bias": bias})
+    pre, post, res = h.split([N, N, N * N], -1)  # Dynamo of 2.13 breaks the graph at unflatten under a function mode
+    pre = torch.sigmoid(pre * alpha[0] + bias[:N]) + EPS
+    post = 2 * torch.sigmoid(post * alpha[1] + bias[N : 2 * N])
+    res = (res * alpha[2] + bias[2 * N :]).view(b, s, N, N)
     res = reference._balanced(res.to(device or x.device), ITERS)
-    h_in = (pre.unsqueeze(-1) * x).sum(2)
-    return post.unsqueeze(-1) * (h_in * f).unsqueeze(2) + torch.matmul(res.transpose(-1, -2), x)
+    h_in = (pre.view(b, s, N, 1) * x).sum(2)
+    return post.view(b, s, N, 1) * (h_in * f).unsqueeze(2) + torch.matmul(res.transpose(-1, -2), x)
 
 
 def given(*lead: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
