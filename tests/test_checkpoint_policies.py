@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_routing_index import given, spelled
 from test_routing_lists import ENTRIES, _model, inputs, written
-from test_routing_single_pass import Model, streams
+from test_routing_single_pass import Package, streams
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -83,8 +83,8 @@ def _region(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return {
         "mhc": (_twice, (p["x"], p)),
         "mhc, one checkpoint in another": (functools.partial(_plain, _twice), (p["x"], p)),
-        "single pass": (Model(), (streams(),)),
-        "single pass, one checkpoint in another": (functools.partial(_plain, Model()), (streams(),)),
+        "single pass": (Package(), (streams(),)),
+        "single pass, one checkpoint in another": (functools.partial(_plain, Package()), (streams(),)),
         "e79": (_loop, (e79_leaves()["kvqm"], e79_leaves())),
         "selection": (_head, (selection_leaves()["q"], selection_leaves())),
         "lists": (_lists, inputs(packed=True, entries=ENTRIES)),
