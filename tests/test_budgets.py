@@ -15,7 +15,7 @@ PACKAGE = ("mhc_inductor", "kernels", "lowerings")
 BUDGETS: dict[tuple[str, ...], int] = {
     PACKAGE: 50_934,
     ("benchmarks",): 10_794,
-    ("tests",): 56_710,
+    ("tests",): 56_720,
     ("examples",): 3_442,
 }
 

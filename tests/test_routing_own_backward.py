@@ -408,3 +408,12 @@ def test_a_backward_that_differs_rarely(name: str, symbolic: tuple[int, ...]) ->
         later = tokens < 2990 and "position" in name
         assert reasons(got)[0].startswith(UNKNOWN if later else DIFFERS + "gradients differ by "), reasons(got)
         assert "autograd_function_apply" in str(got.graphs[0].graph)
+
+
+def test_a_backward_over_a_batch_of_one_is_compared_at_its_length() -> None:
+    def late(form: str, logits: Tensor, grad: Tensor) -> Tensor:
+        return torch.cat([by_hand(form, logits, grad)[:, :40], 0 * grad[:, 40:]], 1)
+
+    p = parameters()
+    got = run(functools.partial(around, p=p, matrix=function(late, "softmax")), (streams(1, 50),), list(p.items()))
+    assert reasons(got)[0].startswith(DIFFERS + "gradients differ by "), reasons(got)
