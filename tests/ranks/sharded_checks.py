@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from tests.ranks import sharded_formulas, sharded_meshes, sharded_models, sharded_ops, sharded_training
 
-ONE = {
-    check.__name__: check
-    for check in (
+
+def _by_name(*checks: Callable[[Any], None]) -> dict[str, Callable[[Any], None]]:
+    return {check.__name__: check for check in checks}
+
+
+ONE = (
+    _by_name(
         sharded_ops.ops_are_sharded_without_communication,
         sharded_ops.other_placements_are_redistributed,
         sharded_training.mhc_trains,
@@ -25,13 +32,11 @@ ONE = {
         sharded_formulas.explain_verifies_formulas_on_dtensors,
         sharded_formulas.local_tensors_and_redistribution_are_kept,
     )
-} | sharded_models.CHECKS
-TWO = {
-    check.__name__: check
-    for check in (
-        sharded_meshes.whole_mesh_of_two_dimensions,
-        sharded_meshes.whole_empty_shards,
-        sharded_meshes.whole_a_dead_rank_ends_in_an_error,
-    )
-}
+    | sharded_models.CHECKS
+)
+TWO = _by_name(
+    sharded_meshes.whole_mesh_of_two_dimensions,
+    sharded_meshes.whole_empty_shards,
+    sharded_meshes.whole_a_dead_rank_ends_in_an_error,
+)
 CHECKS = ONE | TWO

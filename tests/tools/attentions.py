@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tools.capture import Captured, difference, eager, not_worse, reasons, run
+from tests.tools.capture import Captured, alike, difference, eager, not_worse, reasons, run
 
 OP = "selection_attention"
 ONE: Mapping[str, int] = {OP: 1}
@@ -25,10 +25,7 @@ def routed(
     **options: Any,
 ) -> Captured:
     """Runs ``fn`` routed and eagerly; asserts its ops, and values and gradients within ``bound``."""
-    got, want = run(fn, given, (), grad, **options), eager(fn, given, (), grad)
-    assert dict(got.ops) == ops and not got.report.problems, reasons(got)
-    assert difference(got, want) <= bound
-    return got
+    return alike(fn, given, ops=ops, grad=grad, within=bound, **options)
 
 
 def stays(fn: Callable[..., Any], given: Sequence[Any], reason: str, bound: float = 0.0) -> Captured:
