@@ -259,11 +259,6 @@ def disable() -> None:
             _entry.__exit__()
 
 
-def is_enabled() -> bool:
-    """Returns whether :func:`enable` is in force."""
-    return _enabled is not None
-
-
 def enabled() -> RoutingOptions | None:
     """Returns the options of :func:`enable` that are in force, or None."""
     return _enabled

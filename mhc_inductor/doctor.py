@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from mhc_inductor import versions
+import mhc_inductor
+from mhc_inductor import backend, compat, fingerprint, kernels, tuning, versions
+from mhc_inductor.kernels import eager, launch
 
 ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
@@ -82,16 +84,10 @@ def _driver() -> str:
     return lines[0] if lines else "unknown"
 
 
-def _package_version() -> str:
-    package = importlib.import_module("mhc_inductor")
-    where = os.path.dirname(os.path.abspath(str(package.__file__)))
-    return f"{getattr(package, '__version__', 'unknown')} in {where}"
-
-
 def _versions() -> dict[str, str]:
     triton_version, why = _triton()
     return {
-        "mhc_inductor": _package_version(),
+        "mhc_inductor": f"{mhc_inductor.__version__} in {os.path.dirname(os.path.abspath(mhc_inductor.__file__))}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton_version or f"missing: {why}",
@@ -110,39 +106,26 @@ def _devices() -> dict[str, str]:
     return found
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def kernels_on(device: torch.device, op: str) -> str:
     """Returns which dtypes of op ``op`` run as kernels on a GPU, and why the others run the reference formula.
 
     It asks the function by which the op itself decides.
     """
-    eager = importlib.import_module("mhc_inductor.kernels.eager")
-    launch = importlib.import_module("mhc_inductor.kernels.launch")
-    kernels: list[str] = []
-    otherwise: dict[str, list[str]] = {}
+    found: dict[str | None, list[str]] = {None: []}
     for dtype in _DTYPES:
-        sample = torch.empty(0, dtype=dtype, device=device)
-        reason = eager.why_not(op, (sample,), launch.EagerBuilder(device))
-        if reason is None:
-            kernels.append(_name(dtype))
-        else:
-            otherwise.setdefault(reason, []).append(_name(dtype))
-    words = [f"kernels for {', '.join(kernels)}"] if kernels else []
-    words += [f"reference formula for {', '.join(of)}: {reason}" for reason, of in otherwise.items()]
+        reason = eager.why_not(op, (torch.empty(0, dtype=dtype, device=device),), launch.EagerBuilder(device))
+        found.setdefault(reason, []).append(str(dtype).removeprefix("torch."))
+    runs = found.pop(None)
+    words = [f"kernels for {', '.join(runs)}"] if runs else []
+    words += [f"reference formula for {', '.join(of)}: {reason}" for reason, of in found.items()]
     return "; ".join(words)
 
 
 def _ops(devices: dict[str, str]) -> dict[str, dict[str, str]]:
-    ops = importlib.import_module("mhc_inductor.kernels.eager").OPS
     cpu = "reference formula; compiled: fused by Inductor"
-    result = {}
-    for name in devices:
-        device = torch.device(name)
-        result[name] = {op: cpu if device.type == "cpu" else kernels_on(device, op) for op in ops}
-    return result
+    return {
+        name: {op: cpu if name == "cpu" else kernels_on(torch.device(name), op) for op in eager.OPS} for name in devices
+    }
 
 
 def _backend_registered() -> str:
@@ -156,15 +139,14 @@ def _backend_registered() -> str:
 
 
 def _state() -> dict[str, str]:
-    state = {'backend "mhc_inductor" registered': _backend_registered()}
-    backend = importlib.import_module("mhc_inductor.backend")
-    enabled = getattr(backend, "is_enabled", None)
-    state["enable() active in this process"] = "unknown" if enabled is None else "yes" if enabled() else "no"
-    state["kernels that cannot be loaded"] = "; ".join(unloadable()) or "none"
-    state["tuned configurations"] = str(importlib.import_module("mhc_inductor.tuning").found())
-    state["cache fingerprint"] = _fingerprint()
-    state["float32 matmul precision"] = importlib.import_module("mhc_inductor.compat").matmul_precision()
-    return state
+    return {
+        'backend "mhc_inductor" registered': _backend_registered(),
+        "enable() active in this process": "no" if backend.enabled() is None else "yes",
+        "kernels that cannot be loaded": "; ".join(unloadable()) or "none",
+        "tuned configurations": str(tuning.found()),
+        "cache fingerprint": _fingerprint(),
+        "float32 matmul precision": compat.matmul_precision(),
+    }
 
 
 def unloadable() -> list[str]:
@@ -174,7 +156,6 @@ def unloadable() -> list[str]:
     """
     if _triton()[0] is None:
         return []
-    kernels = importlib.import_module("mhc_inductor.kernels")
     return [*filter(None, (_problem(m.name) for m in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")))]
 
 
@@ -188,11 +169,9 @@ def _problem(module: str) -> str | None:
 
 def _fingerprint() -> str:
     try:
-        importlib.import_module("mhc_inductor.tuning")  # its table is a part of it
-        value = importlib.import_module("mhc_inductor.fingerprint").fingerprint()
+        return fingerprint.fingerprint()
     except Exception as error:  # reported, because nothing can be compiled without it
         return f"cannot be computed: {error}"
-    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 def _notes(devices: dict[str, str]) -> list[str]:
