@@ -33,21 +33,12 @@ if (_checkout / "kernels" / "launch.py").exists() and (_checkout / "lowerings").
     sys.meta_path.append(_CheckoutFinder())
 
 from mhc_inductor import ops, versions  # noqa: E402
-from mhc_inductor.api import (  # noqa: E402
-    blocks_to_ranges,
-    e79_scan,
-    index_loss,
-    index_scores,
-    index_topk,
-    mhc_coefficients,
-    mhc_collapse,
-    mhc_head,
-    mhc_post,
-    mhc_pre,
-    mhc_sinkhorn,
-    ops_to_save,
-    selection_attention,
-)
+from mhc_inductor.api.checkpoint import ops_to_save  # noqa: E402
+from mhc_inductor.api.e79 import e79_scan  # noqa: E402
+from mhc_inductor.api.index import index_loss, index_scores, index_topk  # noqa: E402
+from mhc_inductor.api.mhc import mhc_head, mhc_post, mhc_pre, mhc_sinkhorn  # noqa: E402
+from mhc_inductor.api.selection import blocks_to_ranges, selection_attention  # noqa: E402
+from mhc_inductor.api.single_pass import mhc_coefficients, mhc_collapse  # noqa: E402
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
 from mhc_inductor.explanation import explain  # noqa: E402
 from mhc_inductor.exported.api import decompositions, route_exported  # noqa: E402

@@ -150,6 +150,9 @@ class HyperConnection(_Coefficients):
     ``alpha[3]``, ``bias[n*n+2n]`` and, with ``gamma=True``, ``gamma[n, D]``. After ``.bfloat16()`` the ops compute with
     them in fp32.
 
+    The numbers and forms ``norm_eps``, ``hc_eps``, ``post_mult``, ``post_eps``, ``sinkhorn_iters``, ``sinkhorn_eps``,
+    ``sinkhorn_form`` and ``norm_form`` are those of :func:`mhc_inductor.mhc_pre`. Iterations are ignored without residual.
+
     Args:
         dim: Width D of a stream, at least 16.
         n: Number of streams, from 2 to 8.
@@ -158,16 +161,8 @@ class HyperConnection(_Coefficients):
             R = h_res.T (DeepSeek-V4, TransformerEngine). A trained model needs the orientation it was trained with.
         residual: False for a layer without residual coefficients: phi has 2n rows and R is the identity.
         gamma: Whether the RMS norm has a weight.
-        sinkhorn_iters: Number of Sinkhorn iterations, see :func:`mhc_inductor.mhc_sinkhorn`; ignored without residual.
-        sinkhorn_eps: See :func:`mhc_inductor.mhc_sinkhorn`.
-        sinkhorn_form: ``"softmax"``, ``"exp"`` or ``"exp_eps"``, see :func:`mhc_inductor.mhc_sinkhorn`.
-        norm_eps: See :func:`mhc_inductor.mhc_pre`.
-        hc_eps: See :func:`mhc_inductor.mhc_pre`.
-        post_mult: See :func:`mhc_inductor.mhc_pre`.
-        post_eps: See :func:`mhc_inductor.mhc_pre`.
         single_pass: Whether :meth:`forward` takes and returns the pair of streams and weights.
         device: Device of the parameters.
-        norm_form: Where norm_eps is added, see :func:`mhc_inductor.mhc_pre`.
 
     Raises:
         TypeError: sublayer is not a module, dim or n is not an int, or residual, gamma or single_pass is not a bool.
@@ -344,16 +339,13 @@ class HyperHead(_Coefficients):
     """Collapses the streams before the LM head by :func:`mhc_inductor.mhc_head`: ``[..., n, D] -> [..., D]``.
 
     It starts close to the mean of the streams. The parameters are fp32: ``phi[n, n*D]``, ``alpha[1]``, ``bias[n]`` and,
-    with ``gamma=True``, ``gamma[n, D]``.
+    with ``gamma=True``, ``gamma[n, D]``. ``norm_eps``, ``hc_eps`` and ``norm_form`` are those of the function.
 
     Args:
         dim: Width D of a stream, at least 16.
         n: Number of streams, from 2 to 8.
         gamma: Whether the RMS norm has a weight.
-        norm_eps: See :func:`mhc_inductor.mhc_head`.
-        hc_eps: See :func:`mhc_inductor.mhc_head`.
         device: Device of the parameters.
-        norm_form: See :func:`mhc_inductor.mhc_head`.
 
     Raises:
         ValueError: n or dim is out of range.

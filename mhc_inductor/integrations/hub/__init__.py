@@ -24,8 +24,7 @@ __all__ = ["BACKENDS", "NAME", "build"]
 NAME = "mhc-inductor"
 BACKENDS = ("cpu", "cuda", "rocm")
 """Backends for which the kernel can be built: the files are the same, their ids are not."""
-_FOLDERS = ("compat", "kernels", "nn", "ops", "reference")
-_FILES = ("api/checkpoint.py", "api/e79.py", "api/index.py", "api/mhc.py", "api/selection.py", "api/single_pass.py")
+_FOLDERS = ("api", "compat", "kernels", "nn", "ops", "reference")
 _MOVED = {"entry.py": "__init__.py", "layers.py": "layers.py"}
 _LICENSE = "# SPDX-License-Identifier: Apache-2.0\n"
 _REPLACED = {
@@ -91,7 +90,7 @@ def _sources() -> Iterator[tuple[str, str]]:
     """Yields name and text of each file of the kernel but ``_ops.py``."""
     package, here = pathlib.Path(next(iter(mhc_inductor.__path__))), pathlib.Path(__file__).parent
     kernels = pathlib.Path(next(iter(sys.modules["mhc_inductor.kernels"].__path__)))
-    paths = {name: package / name for name in ("log.py", "scope.py", "api/__init__.py", *_FILES)}
+    paths = {name: package / name for name in ("log.py", "scope.py")}
     for part in _FOLDERS:
         top = kernels if part == "kernels" else package / part
         paths |= {f"{part}/{p.relative_to(top).as_posix()}": p for p in sorted(top.rglob("*.py"))}
