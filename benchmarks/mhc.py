@@ -2,29 +2,24 @@
 """The mHC benchmark: its rows, how one run measures them, its tables and its picture.
 
 The variants of a group are timed round-robin, so that a drift of the clock affects all of them alike. A failing variant
-is recorded in its row. If a failure leaves the device unusable, the rest of the run continues in a fresh process
-without that variant.
+is recorded in its row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from . import environment, report, running, timing, variants
 from . import mhc_calls as calls
 from . import mhc_cases as cases
+from . import report, running, timing, variants
 from .accuracy import equal_bits
 from .mhc_cases import Inputs, Named, make_inputs
 from .report import Result, Row, Table, us, yes
@@ -47,58 +42,14 @@ ACCURACY: dict[str, dict[str, bool]] = {
 
 @dataclasses.dataclass
 class Settings(running.Settings):
-    """Settings of one run. ``parts``: some of PARTS; ``exclude``: omitted ``group/row/variant`` keys and why."""
-
     parts: tuple[str, ...] = PARTS
     rounds: int = 40
     peers: bool = False
-    exclude: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-class DeviceLost(RuntimeError):
-    """Raised when a failure of the variant ``args[0]`` has left the device context unusable."""
-
-
-def device_alive(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    try:
-        torch.zeros(8, device=device).add_(1).cpu()
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
-
-
-class Excluded(Exception):
-    """Raised in place of a variant that an earlier process has failed at, with its failure."""
-
-
-@dataclasses.dataclass
-class _Clock(FixedClock):
-    key: Callable[[Variant], str] = str
-    exclude: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def runnable(self, v: Variant, row: Row) -> timing.Runnable:
-        if self.key(v) in self.exclude:
-            raise Excluded(self.exclude[self.key(v)])
-        return super().runnable(v, row)
-
-    def failure(self, v: Variant, e: BaseException) -> Row:
-        if isinstance(e, Excluded):
-            return {"error": str(e)}
-        if not device_alive(self.device):
-            raise DeviceLost(self.key(v), running.message(e)) from e
-        return super().failure(v, e)
 
 
 class Run(variants.Run):
     operator, notice, unit, small_on_cpu = "mhc", CPU_NOTICE, None, True
     lists = ("rows", "decode", "memory", "accuracy", "determinism")
-    at = ""
-    """The group that is measured."""
-    moved = False
-    """Whether a new process has measured the groups that were left."""
 
     def __init__(self, settings: Settings, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
         if settings.resolve().type != "cuda":  # one small shape stands for every width
@@ -143,54 +94,33 @@ class Run(variants.Run):
         if i.with_post:
             yield from (dataclasses.replace(v, case=i) for v in _fused(cases.PostPre.make(i, h_post, h_res)))
         if self.s.compiled:
-            yield row("fb", "compiled", lambda: _with_leaves(i, calls.autograd_fb(True)), check)
-        for name, peer in self.peers(i, compiled_peer):
-            yield row("pre", name, lambda peer=peer: _no_grad(lambda: peer().pre(i)))
-            if i.with_post:
-                yield row("post", name, lambda peer=peer: _no_grad(lambda: peer().post(i, h_post, h_res)))
-            yield row("fb", name, lambda peer=peer: _with_leaves(i, peer().fb))
-
-    def peers(self, i: Inputs, compiled: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Yields the other implementations to measure, each with what makes it once."""
-        if not self.s.peers:
-            return
-        yield cases.EAGER, functools.cache(lambda: calls.Plain(compiled=False))
+            yield row("fb", "compiled", lambda: _with_leaves(i, calls.autograd_fb("mhc_inductor")), check)
         # Compiling the plain formula takes longer than everything else, so compile it at one width only.
-        if compiled and self.s.compiled and i.x.shape[-1] == self.tokens_and_dim(1, 4096)[1]:
-            yield cases.COMPILE, functools.cache(lambda: calls.Plain(compiled=True))
-        if i.gamma is not None:
-            self.result["skipped"]["Liger, npu rows"] = "Liger has no gamma"
-        elif missing := (calls.liger_missing() if self.gpu else "Liger's kernels need a GPU"):
-            self.result["skipped"][cases.LIGER] = missing
-        else:
-            yield cases.LIGER, functools.cache(calls.Liger)
+        compiled_peer &= self.s.compiled and i.x.shape[-1] == self.tokens_and_dim(1, 4096)[1]
+        peers = {cases.EAGER: "", **({cases.COMPILE: "inductor"} if compiled_peer else {})}
+        for name, backend in peers.items() if self.s.peers else ():
+            for what, (call, trains) in calls.plain(i, h_post, h_res, backend).items():
+                yield row(what, name, functools.partial(_with_leaves if trains else _no_grad, i, call))
 
     # ---- running
 
     def clock(self) -> FixedClock:
-        def key(v: Variant) -> str:
-            return f"{self.at}/{v.what}/{v.variant}" + (f"@{v.case.x.shape[0]}" if self.at == "decode" else "")
-
-        return _Clock(self.device, self.flush, self.s.rounds, key=key, exclude=self.s.exclude)
+        return FixedClock(self.device, self.flush, self.s.rounds)
 
     def time(self, found: list[Variant], to: str) -> None:
         """Builds, times and checks the variants of one group; appends their rows."""
         tokens, _, dim = found[0].case.x.shape
         figures = lambda row, t: row.update(_figures(row, t, self.bars_apply))  # noqa: E731
-        self.timed(to, f"{self.at}, {tokens} tokens, D = {dim}", found, row_header, figures)
+        self.timed(to, f"{to}, {tokens} tokens, D = {dim}", found, row_header, figures)
 
-    def group(self, name: str) -> None:
+    def measure(self, name: str) -> None:
         torch.compiler.reset()
-        self.at = name
         if name == "npu" or name.isdigit():
             dim, npu = (4096, True) if name == "npu" else (int(name), False)
             i = self.inputs(*self.tokens_and_dim(cases.TOKENS, dim), npu=npu)
             self.time(list(self.case_variants(i, "npu_" if npu else "")), "rows")
-        elif name == "memory" and not self.gpu:
-            self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
         else:
-            getattr(self, name)()
-        running.free(self.device)
+            super().measure(name)
 
     def decode(self) -> None:
         """Measures one boundary of a few tokens, alone and in a chain."""
@@ -206,9 +136,9 @@ class Run(variants.Run):
     def memory(self) -> None:
         """Measures the peak memory of forward + backward above inputs and outputs, in MB (10^6 bytes)."""
         tokens, dim = self.tokens_and_dim(cases.TOKENS, 4096)
-        every: dict[str, Callable[[Inputs], Any]] = {"ops": calls.ops_fb, "eager": calls.autograd_fb(False)}
+        every: dict[str, Callable[[Inputs], Any]] = {"ops": calls.ops_fb, "eager": calls.autograd_fb()}
         if self.s.compiled:
-            every["compiled"] = calls.autograd_fb(True)
+            every["compiled"] = calls.autograd_fb("mhc_inductor")
         for name, call in every.items():
             row: Row = {"variant": name, "tokens": tokens, "dim": dim, "bar_mb": cases.PEAK_BAR_MB}
             i = self.inputs(tokens, dim)
@@ -236,57 +166,20 @@ class Run(variants.Run):
         self.save(self.result)
         return super().run()
 
-    def part(self, name: str) -> None:
-        if self.moved:
-            return
-        lengths = {part: len(self.result[part]) for part in self.lists}
-        remaining = self.s.parts[self.s.parts.index(name) :]
-        try:
-            self.group(name)
-        except DeviceLost as lost:
-            for part, length in lengths.items():  # the new process measures the whole interrupted group again
-                del self.result[part][length:]
-            key, text = lost.args
-            self.report(f"{key} left the device unusable; continuing in a new process")
-            self.relaunch(remaining, {**self.s.exclude, key: text})
-        except Exception as e:
-            self.result["skipped"][name] = running.message(e)
-            if not device_alive(self.device):
-                self.relaunch(remaining[1:], self.s.exclude)
-
-    def relaunch(self, groups: tuple[str, ...], exclude: dict[str, str]) -> None:
-        """Runs the remaining groups in a new process and merges its results."""
-        self.moved = True
-        if not groups:
-            return
-        settings = dataclasses.asdict(dataclasses.replace(self.s, parts=groups, exclude=exclude, seed=self.seed + 1))
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder) / "rest.json"
-            command = [sys.executable, "-m", "benchmarks.mhc", json.dumps(settings), str(path)]
-            status = subprocess.run(command, cwd=environment.ROOT, check=False).returncode
-            if not path.exists():
-                self.result["skipped"].update({g: f"a second process ended with status {status}" for g in groups})
-                return
-            rest = json.loads(path.read_text())
-        for part in self.lists:
-            self.result[part] = self.result[part] + rest[part]
-        self.result["skipped"].update(rest["skipped"])
-
 
 def _fused(two_passes: cases.PostPre) -> Iterator[Variant]:
     """Yields the fused ops, and their parts one after the other."""
     one_pass = two_passes.single_pass()
-    for what, call, p in (
+    for what, op, p in (
         ("post_pre", calls.ops_post_pre, two_passes),
-        ("post_pre_fb", calls.ops_post_pre_fb, two_passes),
         ("single_pass", calls.ops_single_pass, one_pass),
-        ("single_pass_fb", calls.ops_single_pass_fb, one_pass),
     ):
         # The two ops round the gradient of x_out between them: only the fused op must meet one rounding.
-        check = lambda got, p=p: cases.check_fused(p, got)  # noqa: E731
-        for variant, one in (("ops", True), (TWO_OPS, False)):
-            build = lambda call=call, p=p, one=one: lambda: call(p, one)  # noqa: E731
-            yield Variant(what, variant, build, check=check if one else None)
+        check = functools.partial(cases.check_fused, p)
+        for end, gradients in (("", False), ("_fb", True)):
+            for variant, one in (("ops", True), (TWO_OPS, False)):
+                call = functools.partial(op, p, one, gradients)
+                yield Variant(what + end, variant, lambda call=call: call, check=check if one else None)
 
 
 def _with_leaves(i: Inputs, call: Callable[[Inputs], Any]) -> Callable[[], Any]:
@@ -296,8 +189,8 @@ def _with_leaves(i: Inputs, call: Callable[[Inputs], Any]) -> Callable[[], Any]:
     return lambda: call(j)
 
 
-def _no_grad(call: Callable[[], Any]) -> Callable[[], Any]:
-    return torch.no_grad()(lambda: call())
+def _no_grad(i: Inputs, call: Callable[[Inputs], Any]) -> Callable[[], Any]:
+    return torch.no_grad()(lambda: call(i))
 
 
 def row_header(v: Variant) -> Row:
@@ -331,7 +224,7 @@ def errors_of(name: str, i: Inputs, compiled: bool) -> Row:
     exact = cases.reference(i)
     every: dict[str, Callable[[], Named]] = {"ops": lambda: calls.ops_fb(i.detached())}
     if compiled:
-        every["compiled"] = _with_leaves(i, calls.autograd_fb(True))
+        every["compiled"] = _with_leaves(i, calls.autograd_fb("mhc_inductor"))
     every["plain formula"] = lambda: cases.plain(i)
 
     def errors(call: Callable[[], Named]) -> Row:
@@ -539,14 +432,3 @@ def _balanced(drawn: dict[str, list[report.Bar]]) -> list[dict[str, list[report.
 
 
 write = report.writer(table, plot=plot)
-
-
-def _child(settings: str, path: str) -> None:
-    fields = json.loads(settings)
-    fields["parts"] = tuple(fields["parts"])
-    save = lambda found: running.save(found, pathlib.Path(path))  # noqa: E731
-    Run(Settings(**fields), save, lambda text: print(text, flush=True)).run()
-
-
-if __name__ == "__main__":
-    _child(*sys.argv[1:])

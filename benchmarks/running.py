@@ -285,11 +285,14 @@ class PartRun:
             if name == "memory" and not self.gpu:
                 self.result["skipped"][name] = "peak memory is read from a GPU's allocator"
             else:
-                getattr(self, name)()
+                self.measure(name)
         except Exception as e:  # one failing part must not discard the others' figures
             self.result["skipped"][name] = message(e)
             self.whole = False
         self.tidy()
+
+    def measure(self, name: str) -> None:
+        getattr(self, name)()
 
     def peak(self, row: Row, build: Callable[[], Callable[[], Any]]) -> None:
         """Adds to the result a row of the peak memory of a call's second time, or of its failure."""

@@ -132,11 +132,6 @@ class Clock:
             for name, t in timing.interleaved(chosen, self.device, self.flush, rounds, warm).items():
                 yield int(name), t
 
-    def failure(self, v: Variant, e: BaseException) -> Row:
-        """Returns what a row says of a failure: its text and, where it is known, the reason in words."""
-        why = running.reason(e)
-        return {"error": running.message(e)} | ({} if why is None else {"reason": why})
-
 
 class FixedClock(Clock):
     """Times every variant for as many rounds; those that are called, not replayed, for a few, on their own."""
@@ -150,6 +145,12 @@ class FixedClock(Clock):
             chosen = {str(at): r for at, r in ready.items() if r.capture is capture}
             for at, t in timing.interleaved(chosen, self.device, self.flush, rounds, warm).items():
                 yield int(at), t
+
+
+def failure(e: BaseException) -> Row:
+    """Returns what a row says of a failure: its text and, where it is known, the reason in words."""
+    why = running.reason(e)
+    return {"error": running.message(e)} | ({} if why is None else {"reason": why})
 
 
 def chained(v: Variant, length: int, build: Callable[[], Callable[[], Any]]) -> Variant:
@@ -193,7 +194,7 @@ class Run(running.PartRun):
                 try:
                     ready[at] = clock.runnable(v, rows[at])
                 except Exception as e:
-                    rows[at].update(clock.failure(v, e))
+                    rows[at] |= failure(e)
                 if at not in ready:
                     running.free(self.device)  # not in the handler, where the exception still holds tensors
                 rows[at].update({"note": v.note} if v.note else {})
@@ -203,7 +204,7 @@ class Run(running.PartRun):
                 try:
                     self._checked(found[at], rows[at], r, check)
                 except Exception as e:
-                    rows[at].update(clock.failure(found[at], e))
+                    rows[at] |= failure(e)
                 r.close()
             ready.clear()
             running.free(self.device)
