@@ -74,10 +74,10 @@ class Run(variants.Run):
 
     def scan(self, compiled: bool) -> cases.Scan:
         if not compiled:
-            return cases.eager_scan()
+            return cases.SCAN
         if self.spent:
             raise TimeoutError(f"the run's budget of {self.s.budget_s:g} s was spent before this was compiled")
-        return cases.compiled(cases.eager_scan())
+        return torch.compile(cases.SCAN, backend="mhc_inductor", dynamic=False, fullgraph=True)
 
     def checks(self, case: Case) -> dict[str, Callable[[Any], Row]]:
         """Returns checks of the first and last sequence's results against the fp64 loop, which runs once."""
@@ -181,7 +181,7 @@ class Run(variants.Run):
         for bias in cases.BIASES:
             of = {"bias": bias, "dtype": dtype, "states": True, "ups": cases.OUTPUTS}
             case = self.case(n, ACCURACY_BATCH, ACCURACY_STEPS, **of)
-            got = cases.both(cases.eager_scan(), case.leaves())
+            got = cases.both(cases.SCAN, case.leaves())
             want, loops = (cases.exact(case, True, d) for d in (torch.float64, torch.float32))
             for name, entry in cases.compare(got, want, loops).items():
                 kept = found.get(name)
@@ -195,13 +195,13 @@ class Run(variants.Run):
         """Checks for equal bits in two runs and, on a GPU, of a sequence alone and in the whole batch."""
         for n in self.some_sizes():
             case = self.case(n, ups=cases.OUTPUTS, states=True)
-            first, second = (cases.both(cases.eager_scan(), case.leaves()) for _ in range(2))
+            first, second = (cases.both(cases.SCAN, case.leaves()) for _ in range(2))
             checks = {"two runs": (first, second)}
             if self.gpu:
                 at = case.sizes[1] // 2
                 # Gradients that are sums over the batch have no sequence alone.
                 one = {k: cases.picked(k, t, [at]) for k, t in first.items() if t.dim() == 3}
-                checks["one sequence alone"] = one, cases.both(cases.eager_scan(), case.sequences([at]).leaves())
+                checks["one sequence alone"] = one, cases.both(cases.SCAN, case.sequences([at]).leaves())
             for name, runs in checks.items():
                 row = {"check": name, "shape": list(case.sizes), **accuracy.equal_bits(*runs)}
                 self.result["determinism"].append(row)

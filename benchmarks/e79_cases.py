@@ -76,6 +76,8 @@ OUTPUTS = ("out", "S", "M")
 BIASES = ("none", "fixed", "input")
 Named = dict[str, Tensor]
 Scan = Callable[..., Any]
+SCAN: Scan = mhc_inductor.e79_scan
+"""The public function; on a GPU its op launches the kernels."""
 
 
 @dataclasses.dataclass
@@ -235,16 +237,6 @@ def chain(scan: Scan, case: Case, length: int) -> Callable[[], Any]:
         return out, S, M
 
     return run
-
-
-def eager_scan() -> Scan:
-    """Returns the public function; on a GPU its op launches the kernels."""
-    return mhc_inductor.e79_scan
-
-
-def compiled(scan: Scan) -> Scan:
-    """Returns ``scan`` compiled by the package's backend."""
-    return torch.compile(scan, backend="mhc_inductor", dynamic=False, fullgraph=True)
 
 
 def exact(case: Case, gradients: bool, dtype: torch.dtype = torch.float64) -> Named:

@@ -77,7 +77,7 @@ class Run(attention.Run):
         self.result["skipped"][cases.FLA] = cases.NO_FLA
         self.earlier = settings.earlier or {}
         if self.earlier:
-            same_machine(self.result, self.earlier)
+            running.same(self.result, self.earlier, "operator", "kernel_sources_sha256", *MACHINE)
             self.result["resumed"] = [*self.earlier.get("resumed", ()), self.earlier["date"]]
 
     @property
@@ -266,16 +266,8 @@ def _ended(row: Row) -> bool:
 
 ORIGIN = ("device", "versions", "commit", "dirty", "kernel_sources_sha256", "date")
 """What a result says of a run, and of a part that is of another run."""
-
-
-def same_machine(result: Result, earlier: Result) -> None:
-    """Raises OtherRun if a run cannot go on from an earlier one: of another device, version, code or size."""
-    for what in ("operator", "kernel_sources_sha256"):
-        running.same(what, result[what], earlier[what])
-    running.same("device", result["device"]["name"], earlier["device"]["name"])
-    running.same("small", result["settings"]["small"], earlier["settings"]["small"])
-    for what in ("torch", "triton"):
-        running.same(what, result["versions"][what], earlier["versions"][what])
+MACHINE = ("device name", "settings small", "versions torch", "versions triton")
+"""What a run that goes on from another has in common with it, in addition to the code."""
 
 
 def fill(result: Result, later: Result, parts: Sequence[str]) -> Result:
@@ -286,18 +278,15 @@ def fill(result: Result, later: Result, parts: Sequence[str]) -> Result:
     Raises:
         OtherRun: if ``later`` is of other shapes or of another benchmark, or has not begun one of the parts.
     """
-    running.same("operator", result["operator"], later["operator"])
-    for what in ("small", "shapes"):
-        running.same(what, result["settings"][what], later["settings"][what])
-    for part in parts:
-        running.same(f"having {part}", True, part in later["seconds_of"])
+    running.same(result, later, "operator", "settings small", "settings shapes")
+    if not later["seconds_of"].keys() >= {*parts}:
+        raise running.OtherRun(f"the later run has not begun one of {', '.join(parts)}")
     filled = {**result, **{name: later[name] for part in parts for name in LISTS_OF[part]}}
     filled["seconds_of"] = result["seconds_of"] | {part: later["seconds_of"][part] for part in parts}
     origin = {k: later[k] for k in ORIGIN}
     filled["origins"] = result.get("origins", {}) | dict.fromkeys(parts, origin)
-    # What the earlier run left out of these parts, or why they failed, no longer holds.
-    gone = {*parts, *(_spent(result) if {"crossing", "peers"} <= set(parts) else ())}
-    kept = {name: why for name, why in result["skipped"].items() if name not in gone}
+    # Why these parts failed no longer holds.
+    kept = {name: why for name, why in result["skipped"].items() if name not in parts}
     new = {name: why for name, why in later["skipped"].items() if name in parts or name not in LISTS_OF}
     filled["skipped"] = kept | new
     known = {*result["settings"]["parts"], *parts}
@@ -306,15 +295,10 @@ def fill(result: Result, later: Result, parts: Sequence[str]) -> Result:
     return filled
 
 
-def _spent(result: Result) -> list[str]:
-    """Returns what a run left out for lack of time and did not put into a row."""
-    return [name for name, why in result["skipped"].items() if running.SPENT.endswith(why)]
-
-
 def _whole(result: Result) -> bool:
     """Returns whether every part is there, none failed and no cell was left out for lack of time."""
     rows = (r for names in LISTS_OF.values() for name in names for r in result.get(name, ()))
-    left = any(r.get("reason") == running.SPENT for r in rows) or bool(_spent(result))
+    left = any(r.get("reason") == running.SPENT for r in rows)
     return not left and LISTS_OF.keys() == result["seconds_of"].keys() - result["skipped"].keys()
 
 

@@ -62,10 +62,8 @@ class Run(variants.Run):
 
     # ---- inputs
 
-    def tokens_and_dim(self, tokens: int, dim: int) -> tuple[int, int]:
-        return (min(tokens, SMALL_TOKENS), SMALL_DIM) if self.s.small else (tokens, dim)
-
     def inputs(self, tokens: int, dim: int, **kwargs: Any) -> Inputs:
+        tokens, dim = (min(tokens, SMALL_TOKENS), SMALL_DIM) if self.s.small else (tokens, dim)
         return make_inputs((tokens,), cases.N, dim, self.device, **kwargs)
 
     # ---- variants
@@ -96,7 +94,7 @@ class Run(variants.Run):
         if self.s.compiled:
             yield row("fb", "compiled", lambda: _with_leaves(i, calls.autograd_fb("mhc_inductor")), check)
         # Compiling the plain formula takes longer than everything else, so compile it at one width only.
-        compiled_peer &= self.s.compiled and i.x.shape[-1] == self.tokens_and_dim(1, 4096)[1]
+        compiled_peer &= self.s.compiled and i.x.shape[-1] in (4096, SMALL_DIM)
         peers = {cases.EAGER: "", **({cases.COMPILE: "inductor"} if compiled_peer else {})}
         for name, backend in peers.items() if self.s.peers else ():
             for what, (call, trains) in calls.plain(i, h_post, h_res, backend).items():
@@ -117,7 +115,7 @@ class Run(variants.Run):
         torch.compiler.reset()
         if name == "npu" or name.isdigit():
             dim, npu = (4096, True) if name == "npu" else (int(name), False)
-            i = self.inputs(*self.tokens_and_dim(cases.TOKENS, dim), npu=npu)
+            i = self.inputs(cases.TOKENS, dim, npu=npu)
             self.time(list(self.case_variants(i, "npu_" if npu else "")), "rows")
         else:
             super().measure(name)
@@ -129,36 +127,34 @@ class Run(variants.Run):
             return chained(v, DECODE_CHAIN, lambda: timing.chain(v.build(), DECODE_CHAIN))
 
         for wanted in DECODE_TOKENS:
-            every = self.case_variants(self.inputs(*self.tokens_and_dim(wanted, DECODE_DIM)), compiled_peer=False)
+            every = self.case_variants(self.inputs(wanted, DECODE_DIM), compiled_peer=False)
             cold = [v for v in every if not v.what.endswith("fb") and v.variant != TWO_OPS]
             self.time(cold + [chain(v) for v in cold if self.gpu], "decode")
 
     def memory(self) -> None:
         """Measures the peak memory of forward + backward above inputs and outputs, in MB (10^6 bytes)."""
-        tokens, dim = self.tokens_and_dim(cases.TOKENS, 4096)
         every: dict[str, Callable[[Inputs], Any]] = {"ops": calls.ops_fb, "eager": calls.autograd_fb()}
         if self.s.compiled:
             every["compiled"] = calls.autograd_fb("mhc_inductor")
         for name, call in every.items():
+            i = self.inputs(cases.TOKENS, 4096)
+            tokens, _, dim = i.x.shape
             row: Row = {"variant": name, "tokens": tokens, "dim": dim, "bar_mb": cases.PEAK_BAR_MB}
-            i = self.inputs(tokens, dim)
             for t in i.leaves() if name != "ops" else ():
                 t.requires_grad_()
             self.peak(row, lambda call=call, i=i: lambda: call(i))
 
     def accuracy(self) -> None:
         """Measures errors against fp64 next to the plain formula's."""
-        tokens, dim = self.tokens_and_dim(512, 4096)
         for name, kwargs in ACCURACY.items():
             self.report(f"accuracy: {name}")
-            i = self.inputs(tokens, dim, **kwargs)
+            i = self.inputs(512, 4096, **kwargs)
             self.result["accuracy"].append(errors_of(name, i, self.s.compiled and not kwargs))
         self.result["accuracy"].append(record_case(self.device))
 
     def determinism(self) -> None:
         """Checks for equal bits of two runs, and of tokens alone."""
-        tokens, dim = self.tokens_and_dim(2048, 4096)
-        self.result["determinism"] = determinism(self.device, dim, tokens)
+        self.result["determinism"] = determinism(self.inputs(2048, 4096))
 
     def run(self) -> Row:
         self.report("copy bandwidth")
@@ -262,13 +258,13 @@ def record_case(device: torch.device) -> Row:
     return row | {"errors": errors}
 
 
-def determinism(device: torch.device, dim: int, tokens: int) -> list[Row]:
+def determinism(i: Inputs) -> list[Row]:
     """Checks for equal bits in two runs and, on a GPU, of a token alone, in small batches and in the whole batch."""
-    i = make_inputs((tokens,), cases.N, dim, device)
     first, second = calls.ops_fb(i), calls.ops_fb(i)
     rows = [{"check": "two runs", "shape": list(i.x.shape), **equal_bits(first, second)}]
-    if device.type == "cpu":
+    if not i.x.is_cuda:
         return rows  # on a CPU, BLAS picks the summation order by the batch size
+    tokens = len(i.x)
     at = tokens // 3
     for count in sorted({1, 2, 8, 64, 65, tokens // 2} & set(range(1, tokens - at + 1))):
         part = calls.ops_fb(i.tokens(at, at + count))

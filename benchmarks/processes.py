@@ -10,8 +10,9 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .source_hash import ROOT, ROUTING, source_hash
 
 Row = dict[str, Any]
 SPENT = "the run's budget of seconds was spent"
+CLOSE_S = 10.0
 
 # ---- processes
 
@@ -32,62 +34,41 @@ def environ(**changes: str) -> dict[str, str]:
 
 
 class Worker:
-    """A process of :mod:`benchmarks.worker`, which takes lines and answers with lines; ``log`` holds what it prints."""
+    """A process of :mod:`benchmarks.worker`, which measures jobs of a module; ``log`` holds what it prints."""
 
-    def __init__(self, words: Sequence[str], log: pathlib.Path, env: Mapping[str, str]) -> None:
+    def __init__(self, module: str, caches: str, log: pathlib.Path, env: Mapping[str, str]) -> None:
         self.log, pipe = log, subprocess.PIPE
-        words = [sys.executable, "-m", "benchmarks.worker", *words]
+        words = [sys.executable, "-m", "benchmarks.worker", module, caches]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 words, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=out, text=True, errors="replace"
             )
 
-    def tell(self, line: str) -> None:
+    def ask(self, job: Row | None, limit: float) -> Row:
+        """Returns a job's row; where it raises or the process ends first, what it told, "error", and what was printed."""
+        row, done, began = dict[str, Any](), False, time.monotonic()
+        late = threading.Timer(limit, self.process.kill)
+        late.start()
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(line + "\n")
+            self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
-
-    def answer(self) -> str:
-        """Returns the next line that the process answers with, "" where it has ended."""
-        return self.process.stdout.readline().strip()
-
-    def ended(self, limit: float) -> object:
-        """Waits for the end, at most ``limit`` seconds; returns the exit code, or which limit ended the process."""
-        try:
-            self.process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            self.close()
-            return f"its limit of {limit:.0f} s"
-        return self.process.returncode
+        while not done and (line := self.process.stdout.readline()):
+            row = json.loads(line)
+            done = row.pop("done", False)
+        late.cancel()
+        if not done:
+            passed, code = time.monotonic() - began >= limit, self.process.wait()
+            row["error"] = f"the process ended with {f'its limit of {limit:.0f} s' if passed else code}"
+        if "error" in row:
+            row["output"] = self.log.read_text(errors="replace")[-3000:]
+        return row
 
     def close(self) -> None:
+        """Lets the process end, which deletes its caches; kills one that does not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.communicate(timeout=CLOSE_S)
         self.process.kill()
         self.process.communicate()
-
-    def output(self) -> str:
-        """Returns the end of what the process printed."""
-        return self.log.read_text(errors="replace")[-3000:]
-
-
-def begin(module: str, job: Any, folder: pathlib.Path, env: Mapping[str, str]) -> Worker:
-    """Starts the process of a job of ``module``. Its row and its log are files in ``folder`` with the job's name."""
-    path = folder / f"{job.name}.json"
-    path.unlink(missing_ok=True)
-    words = ["measure", module, json.dumps(dataclasses.asdict(job)), str(path)]
-    return Worker(words, folder / f"{job.name}.log", env)
-
-
-def finish(worker: Worker, job: Any, folder: pathlib.Path, limit: float) -> Row:
-    """Waits for a job's process, and returns and keeps its row; a failed one has "error", and what it had saved."""
-    path, ended = folder / f"{job.name}.json", worker.ended(limit)
-    row = {**job.named, "error": f"the process ended with {ended}"}
-    with contextlib.suppress(OSError, ValueError):
-        row = {**(row if ended else {}), **json.loads(path.read_text())}
-    if "error" in row:
-        row["output"] = worker.output()
-    row["stamp"] = stamp(job)
-    path.write_text(json.dumps(row))
-    return row
 
 
 def stamp(job: Any) -> Row:
@@ -132,8 +113,11 @@ def run(
         left, row = end - time.monotonic(), kept(folder, job)
         if row is None and left > 0:
             step(job.name)
-            worker = begin(module, job, folder, environ(PYTHONPYCACHEPREFIX=bytecode))
-            row = finish(worker, job, folder, min(settings.limit_s, max(left, 1)))
+            worker = Worker(module, "cold", folder / f"{job.name}.log", environ(PYTHONPYCACHEPREFIX=bytecode))
+            row = job.named | worker.ask(dataclasses.asdict(job), min(settings.limit_s, max(left, 1)))
+            worker.close()
+            row["stamp"] = stamp(job)
+            (folder / f"{job.name}.json").write_text(json.dumps(row))
         rows.append(row or {**job.named, "error": SPENT})
         save(rows)
     return rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -93,10 +94,12 @@ class OtherRun(ValueError):
     """Two runs are not of the same thing."""
 
 
-def same(what: str, first: object, second: object) -> None:
-    """Raises OtherRun if two runs, of which one completes the other, differ in something."""
-    if first != second:
-        raise OtherRun(f"the runs differ in {what}: {first} and {second}")
+def same(first: Row, second: Row, *places: str) -> None:
+    """Raises OtherRun if two runs, of which one completes the other, differ at a place, such as "device name"."""
+    for place in places:
+        a, b = (functools.reduce(lambda of, key: of.get(key, {}), place.split(), run) for run in (first, second))
+        if a != b:
+            raise OtherRun(f"the runs differ in {place}: {a} and {b}")
 
 
 def message(e: BaseException) -> str:

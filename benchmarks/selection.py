@@ -89,7 +89,7 @@ class Run(attention.Run):
         for what in self.whats(case.shape):
             found.append(self.ours(case, what))
             for name in others:
-                if name == cases.FLA and self.s.peers and self.fla is not None and peers.fla_offers(case) is None:
+                if name == cases.FLA and self.s.peers and self.fla is not None and peers.fla_takes(case):
                     build = lambda w=what: peers.fla_selected(case, w)  # noqa: E731
                     found.append(Variant(what, f"{name} {self.fla}", build, "selected branch alone"))
                 elif name in peers.MAKERS:

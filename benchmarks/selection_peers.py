@@ -66,13 +66,9 @@ def fla_version() -> str:
     return importlib.import_module("fla").__version__
 
 
-def fla_offers(case: Case) -> str | None:
-    """Returns why flash-linear-attention does not run this case, or None."""
-    if case.blocks is None:
-        return "not offered: blocks only"
-    if case.shape.heads < 16:
-        return f"not offered: {case.shape.heads} heads a group, fewer than 16"
-    return None
+def fla_takes(case: Case) -> bool:
+    """Returns whether flash-linear-attention runs this case: blocks, and at least 16 heads a group."""
+    return case.blocks is not None and case.shape.heads >= 16
 
 
 def fla_selected(case: Case, what: str) -> Call:

@@ -214,10 +214,9 @@ def fill(result: Row, later: Row) -> Row:
     Raises:
         ValueError: if the runs differ in device or versions, or ``later`` has no row that is missing.
     """
-    for what in ("name", "type"):
-        running.same(f"device's {what}", result["device"].get(what), later["device"].get(what))
-    for what in ("torch", "triton", "transformers"):
-        running.same(what, result["versions"].get(what), later["versions"].get(what))
+    running.same(
+        result, later, "device name", "device type", *(f"versions {v}" for v in ("torch", "triton", "transformers"))
+    )
     peers, run = (COMPILE, COMPILE_GRAPHS, EAGER), {"of_run": {k: later[k] for k in ("commit", "date")}}
     found = {(r["case"], r["variant"]): r | run for r in later["rows"] if r.get("error") != SPENT}
     found = {key: row for key, row in found.items() if key[1] in peers}

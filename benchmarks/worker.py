@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of :class:`benchmarks.processes.Worker`; its answers go to stdout, and what else it prints to stderr.
+"""A process of :class:`benchmarks.processes.Worker`: ``python -m benchmarks.worker MODULE cold|warm``.
 
-``python -m benchmarks.worker measure MODULE JOB FILE`` measures one job (JSON of the module's ``Job``) with cold caches
-and writes its row. ``python -m benchmarks.worker serve MODULE WORD...`` calls the module's ``serve(answer, WORD...)``.
+A line of stdin is a job, JSON of the module's ``Job``, or null, which only shows that the module is there. The answers
+are lines of stdout: what the module's ``measure(job, tell)`` tells, then its row, with "done". The rest that the process
+prints goes to stderr. A cold one has empty caches.
 """
 
 from __future__ import annotations
@@ -11,14 +12,11 @@ import contextlib
 import importlib
 import json
 import os
-import pathlib
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
-
-Answer = Callable[[str], None]
 
 
 @contextlib.contextmanager
@@ -31,33 +29,29 @@ def cold_caches() -> Iterator[None]:
         yield
 
 
-def measure(answer: Answer, module: str, words: str, out: str) -> None:
-    """Writes the row of ``measure(job, tell)`` to ``out``: of a job that raises, what it told so far, and "error"."""
-    with cold_caches():  # before torch is imported
-        of = importlib.import_module(f"benchmarks.{module}")
-        job = of.Job(**json.loads(words))
-        row: dict[str, Any] = job.named
+def answer(of: Any, line: str, say: Callable[[str], None]) -> None:
+    """Says the row of a job: of one that raises, what it told so far, and "error"."""
+    row: dict[str, Any] = {}
 
-        def tell(found: dict[str, Any]) -> None:
-            row.update(found)
-            pathlib.Path(out).write_text(json.dumps(row))
+    def tell(found: dict[str, Any], **more: bool) -> None:
+        row.update(found)
+        say(json.dumps(row | more))
 
-        try:
-            found = of.measure(job, tell)
-        except Exception as e:
-            traceback.print_exc()
-            found = {"error": f"{type(e).__name__}: {e}"[:2000]}
-        tell(found)
+    try:
+        found = of.measure(of.Job(**job), tell) if (job := json.loads(line)) else {}
+    except Exception as e:
+        traceback.print_exc()
+        found = {"error": f"{type(e).__name__}: {e}"[:2000]}
+    tell(found, done=True)
 
 
-def serve(answer: Answer, module: str, *words: str) -> None:
-    importlib.import_module(f"benchmarks.{module}").serve(answer, *words)
-
-
-def main(how: str, *words: str) -> None:
+def main(module: str, caches: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    {"measure": measure, "serve": serve}[how](lambda text: print(text, file=answers, flush=True), *words)
+    with cold_caches() if caches == "cold" else contextlib.nullcontext():
+        of = importlib.import_module(f"benchmarks.{module}")
+        for line in sys.stdin:
+            answer(of, line, lambda text: print(text, file=answers, flush=True))
 
 
 if __name__ == "__main__":

@@ -320,7 +320,7 @@ def test_the_loop_is_the_formula(bias: str) -> None:
 def test_ops_match_the_loop_and_mistakes_are_seen() -> None:
     case = e79_cases.make_case(6, 2, 9, CPU, bias="input", states=True, ups=e79_cases.OUTPUTS)
     want, loops = (e79_cases.exact(case, True, d) for d in (torch.float64, torch.float32))
-    got = e79_cases.both(e79_cases.eager_scan(), case.leaves())
+    got = e79_cases.both(e79_cases.SCAN, case.leaves())
     assert [k for k, e in e79_cases.compare(got, want, loops).items() if not e["met"]] == []
     got["dkvqm"] = got["dkvqm"] * (1 + 1e-4)
     got["S"] = got["S"].mT.contiguous()
@@ -332,7 +332,7 @@ def test_ops_match_the_loop_and_mistakes_are_seen() -> None:
 def test_low_precision_is_held_to_one_rounding() -> None:
     case = e79_cases.make_case(6, 2, 9, CPU, dtype=torch.bfloat16)
     want = e79_cases.exact(case, False)
-    got = e79_cases.forward(e79_cases.eager_scan(), case)
+    got = e79_cases.forward(e79_cases.SCAN, case)
     assert got["out"].dtype is torch.bfloat16
     assert all(e["met"] for e in e79_cases.compare(got, want, None).values())
     got["out"] = got["out"] * 1.01
@@ -381,7 +381,7 @@ def test_rolling_up_is_measured(tmp_path: pathlib.Path) -> None:
 
 def test_a_chain_carries_the_states() -> None:
     case = e79_cases.make_case(4, 2, 1, CPU, states=True)
-    got = e79_cases.chain(e79_cases.eager_scan(), case, e79.DECODE_CHAIN)()
+    got = e79_cases.chain(e79_cases.SCAN, case, e79.DECODE_CHAIN)()
     long = case.map(lambda k, t: t.expand(e79.DECODE_CHAIN, -1, -1) if k == "kvqm" else t)
     want = e79_cases.forward(e79_cases.loop, long)
     torch.testing.assert_close(got[1], want["S"])

@@ -221,8 +221,8 @@ def test_a_cell_that_fails_takes_no_other_with_it(planted):
     result = ways.run(made, planted / "ways.json", planted / "kept", said.append)
     rows = {r["way"]: r for r in result["rows"] if r["model"] == "mhc"}
     assert rows["decode"]["why"] == "the process ended with 7" and "noise" in rows["decode"]["output"]
-    assert rows["reentrant"]["why"] == "took longer than 2 s"
-    assert rows["fp32"]["why"] == "ValueError: planted" and "measure(*json" in rows["fp32"]["output"]
+    assert rows["reentrant"]["why"] == "the process ended with its limit of 2 s"
+    assert rows["fp32"]["why"] == "ValueError: planted" and 'ValueError("planted")' in rows["fp32"]["output"]
     others = [rows[w] for w in WAYS if w not in ("decode", "reentrant", "fp32")]
     assert {r["status"] for r in others} == {RIGHT}
     assert len({r["process"] for r in others}) == 3, "a fresh process after each that ended, and no other"
@@ -239,9 +239,8 @@ class Fake:
     def close(self) -> None:
         self.closed = True
 
-
-def answered(_: Fake, measured: tuple[str, str], limit: float) -> dict[str, Any]:
-    return {"status": WRONG if measured in BAD else RIGHT, "why": "", "routed": {}}
+    def ask(self, job: dict[str, Any], limit: float) -> dict[str, Any]:
+        return {"status": WRONG if (job["model"], job["way"]) in BAD else RIGHT, "why": "", "routed": {}}
 
 
 BAD = (("mhc", "decode"), ("e79", "fp32"))
@@ -249,7 +248,6 @@ BAD = (("mhc", "decode"), ("e79", "fp32"))
 
 def test_a_second_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(ways, "start", Fake)
-    monkeypatch.setattr(ways, "ask", answered)
     monkeypatch.setattr(ways, "source_hash", lambda **_: "these")
     made, path, said = ways.Settings("cpu", True, jobs=3), tmp_path / "ways.json", []
 

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import pathlib
-import sys
 import threading
 import time
 import traceback
@@ -31,10 +30,10 @@ from . import cell
 from .cell import NAMED, RIGHT, STRICT, WAYS, WIDE, WRONG
 from .models import MODELS
 
-__all__ = ["Settings", "run", "serve", "table", "write"]
+__all__ = ["Job", "Settings", "measure", "run", "table", "write"]
 SOURCES = ("kernels", "lowerings", "mhc_inductor", "benchmarks/ways")
 """What a row depends on."""
-NOT_RUN = "not run"
+NOT_RUN, START_S = "not run", 600.0
 Cell = tuple[str, str]
 
 
@@ -65,51 +64,41 @@ class Settings:
 # ---- processes
 
 
-def serve(answer: Callable[[str], None], device: str, toy: str, threads: str) -> None:
-    """Answers "ready", then each cell, a line of stdin, with its row, until one raises: the next needs a fresh process."""
-    torch.set_num_threads(int(threads))
-    answer("ready")
-    for line in sys.stdin:
-        row: Row
-        try:
-            row = cell.measure(*json.loads(line), torch.device(device), bool(int(toy)))
-        except Exception as error:
-            row = {"status": WRONG, "why": cell.said(error), "output": traceback.format_exc()[-3000:]}
-        answer(json.dumps(running.cleaned(row)))
-        if "output" in row:
-            return
-        cell.free()
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A cell, as the process that measures it gets it."""
+
+    model: str
+    way: str
+    device: str
+    toy: bool
+    threads: int
 
 
-def start(settings: Settings, log: pathlib.Path, jobs: int, gpu: str) -> processes.Worker:
+def measure(job: Job, tell: Callable[[Row], None]) -> Row:
+    """Returns the row of a cell, with "output" if it raised: the next needs a fresh process."""
+    torch.set_num_threads(job.threads)
+    try:
+        row = cell.measure(job.model, job.way, torch.device(job.device), job.toy)
+    except Exception as error:
+        row = {"status": WRONG, "why": cell.said(error), "output": traceback.format_exc()[-3000:]}
+    cell.free()
+    return running.cleaned(row)  # type: ignore[no-any-return]
+
+
+def start(log: pathlib.Path, threads: int, gpu: str) -> processes.Worker:
     """Starts a process that measures cells, one at a time."""
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
     # A process that crashes does not write what Python buffered.
-    env = {"TORCHINDUCTOR_COMPILE_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
     for name, folder in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         env[name] = os.environ.get(name, str(log.parent / folder))
-    words = ["serve", "ways", settings.device, str(int(settings.toy)), threads]
-    worker = processes.Worker(words, log, processes.environ(**env))
-    worker.answer()  # ready
+    worker = processes.Worker("ways", "warm", log, processes.environ(**env))
+    worker.ask(None, START_S)
     return worker
 
 
-def ask(worker: processes.Worker, of: Cell, limit: float) -> Row:
-    """Returns the row of a cell; where the process ends first, with how and the end of what it printed."""
-    late, began = threading.Timer(limit, worker.process.kill), time.monotonic()
-    late.start()
-    worker.tell(json.dumps(of))
-    answer = worker.answer()
-    late.cancel()
-    if answer:
-        return json.loads(answer)  # type: ignore[no-any-return]
-    code, passed = worker.process.wait(), time.monotonic() - began >= limit
-    why = f"took longer than {limit:.0f} s" if passed else f"the process ended with {code}"
-    return {"status": WRONG, "why": why, "output": worker.output()}
-
-
-def measure(settings: Settings, folder: pathlib.Path, rows: dict[Cell, Row], done: Callable[[str], None]) -> None:
+def measured(settings: Settings, folder: pathlib.Path, rows: dict[Cell, Row], done: Callable[[str], None]) -> None:
     """Measures the cells that ``rows`` lacks, and puts their rows there; ``done`` is called after each, with a line."""
     folder.mkdir(parents=True, exist_ok=True)
     began, lock, logs = time.monotonic(), threading.Lock(), itertools.count()
@@ -119,12 +108,17 @@ def measure(settings: Settings, folder: pathlib.Path, rows: dict[Cell, Row], don
     def some(wide: bool, jobs: int) -> None:
         cells, idle = [c for c in todo if bool(MODELS[c[0]].wide) == wide], list[processes.Worker]()
         jobs, gpu = min(jobs, len(cells)), str(int(wide)) if gpus > 1 else ""
+        threads = max(1, (os.cpu_count() or 1) // max(jobs, 1))
 
         def one(of: Cell) -> None:
             if (at := time.monotonic()) - began >= settings.budget_s:
                 return
-            worker = idle.pop() if idle else start(settings, folder / f"worker{gpu}-{next(logs)}.log", jobs, gpu)
-            row = ask(worker, of, settings.limit_s) | {"seconds": round(time.monotonic() - at, 1)}
+            log = folder / f"worker{gpu}-{next(logs)}.log"
+            worker = idle.pop() if idle else start(log, threads, gpu)
+            job = Job(*of, settings.device, settings.toy, threads)
+            row = worker.ask(dataclasses.asdict(job), settings.limit_s)
+            row |= {"status": WRONG, "why": row.pop("error")} if "error" in row else {}
+            row["seconds"] = round(time.monotonic() - at, 1)
             if "output" in row:
                 worker.close()
             else:
@@ -173,7 +167,7 @@ def run(settings: Settings, path: pathlib.Path, folder: pathlib.Path, step: Call
             step(line)
 
     save()
-    measure(settings, folder, rows, save)
+    measured(settings, folder, rows, save)
     return result
 
 
