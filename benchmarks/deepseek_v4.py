@@ -79,7 +79,8 @@ def measure(job: Job, save: Callable[[Row], None] = lambda _: None) -> Row:
 
 def gather(settings: Settings, rows: list[Row]) -> Row:
     """Returns the result of a run: header, rows, figures per variant, and verdicts on the device of the bars."""
-    result, alone = processes.header("deepseek_v4", torch.device(settings.device)), settings.in_order(VARIANTS)
+    result = processes.header("deepseek_v4", torch.device(settings.device))
+    alone = tuple(v for v in VARIANTS if v in settings.variants)
     size = dataclasses.asdict(sparse_cases.v4_size(settings.cases[0], settings.toy))
     result["settings"] = {"size": size, "rounds": settings.rounds, "jobs": 1, "compiled_alone": alone}
     result["rows"] = processes.without(rows, "stamp", "case")

@@ -24,7 +24,7 @@ from . import e79_cases as cases
 from .e79_cases import Case, make_case
 from .report import Result, Row, Table, us, yes
 from .routing import summary, watched
-from .variants import CPU_ROUNDS, FixedClock, Variant, chained
+from .variants import Variant, chained
 
 GPU_PARTS = ("speed", "batch", "further", "decode", "memory", "accuracy", "determinism")
 CPU_PARTS = ("cpu", "rollup")
@@ -44,7 +44,7 @@ class Settings(running.Settings):
 
 
 class Run(variants.Run):
-    operator, unit = "e79", "microseconds a time step"
+    operator, unit, alike = "e79", "microseconds a time step", True
     lists = ("rows", "batch", "further", "decode", "memory", "accuracy", "determinism", "cpu", "rollup")
     how = f"{running.REPLAYED}; the Python loop is called, not replayed"
     kept = ("parts", "seed", "budget_s", "threads")
@@ -102,9 +102,6 @@ class Run(variants.Run):
             yield Variant(what, cases.EAGER, build, case=case, capture=False)
 
     # ---- running
-
-    def clock(self) -> FixedClock:
-        return FixedClock(self.device, self.flush, self.s.rounds if self.gpu else min(CPU_ROUNDS, self.s.rounds))
 
     def time(self, found: list[Variant], to: str) -> None:
         """Builds, times and checks the variants of one group; appends their rows."""
@@ -202,9 +199,7 @@ class Run(variants.Run):
                 # Gradients that are sums over the batch have no sequence alone.
                 one = {k: cases.picked(k, t, [at]) for k, t in first.items() if t.dim() == 3}
                 checks["one sequence alone"] = one, cases.both(cases.SCAN, case.sequences([at]).leaves())
-            for name, runs in checks.items():
-                row = {"check": name, "shape": list(case.sizes), **accuracy.equal_bits(*runs)}
-                self.result["determinism"].append(row)
+            self.equal_bits(checks, list(case.sizes))
 
     def cpu(self) -> None:
         """Measures the op and the loop on two threads."""

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,10 +93,11 @@ class Run(attention.Run):
         else:
             self.result |= {of: self.earlier[of] for of in LISTS_OF[name]}
 
-    def place(self, part: str, wanted: list[Row], measure: Callable[[], None]) -> None:
+    def place(self, part: str, wanted: list[Row]) -> Iterator[None]:
         """Fills the ``wanted`` rows of one place of a part: as the earlier run has them, measured, or with a reason.
 
-        A place is measured as a whole, because its rows are compared with each other.
+        Yields once if they are to be measured. A place is measured as a whole, because its rows are compared with each
+        other.
         """
         rows = self.result[part]
         kept = [r for w in wanted if (r := _found(w, self.earlier.get(part, ()))) is not None]
@@ -105,7 +106,7 @@ class Run(attention.Run):
             return
         begun = len(rows)
         if not self.spent:
-            measure()
+            yield
         rows += [w | {"reason": running.SPENT} for w in wanted if not _found(w, rows[begun:])]
         self.save(self.result)
 
@@ -165,18 +166,16 @@ class Run(attention.Run):
             for what in self.whats(shape):
                 names = ("ops", *self.packages(shape, what), *shape.peers)
                 wanted = [_header(shape, what, name) for name in names]
-                self.place("peers", wanted, functools.partial(self.peers_at, shape, what, names))
+                for _ in self.place("peers", wanted):
+                    case = make_case(shape, self.device)
+                    self.each("peers", case, what, names, case.pairs)
+                    self.compare(shape.name, what)
 
     def packages(self, shape: Shape, what: str) -> list[str]:
         """Returns the other packages to measure at a shape; why one cannot be measured here goes into the result."""
         reasons = {name: peers.missing(name) for name in shape.packages(what)}
         self.result["skipped"] |= {name: reason for name, reason in reasons.items() if reason}
         return [name for name, reason in reasons.items() if not reason]
-
-    def peers_at(self, shape: Shape, what: str, names: Sequence[str]) -> None:
-        case = make_case(shape, self.device)
-        self.each("peers", case, what, names, case.pairs)
-        self.compare(shape.name, what)
 
     def each(self, part: str, case: Case, what: str, names: Iterable[str], pairs: int) -> None:
         """Times variants one at a time, because several would not fit into memory together, while there is time."""
@@ -205,14 +204,12 @@ class Run(attention.Run):
                 shapes = [self.sized(kind).of(length, length, count, name=name) for count in counts]
                 wanted = [_header(shape, what, "ops") for shape in shapes for what in ("fwd", "fb")]
                 wanted += [_header(shapes[-1], what, v) for what in ("fwd", "fb") for v in shapes[-1].dense]
-                self.place("crossing", wanted, functools.partial(self.crossing_at, shapes))
-
-    def crossing_at(self, shapes: list[Shape]) -> None:
-        for shape in shapes:
-            case = make_case(shape, self.device)
-            self.time(case, [self.ours(case, what) for what in ("fwd", "fb")], "crossing", case.pairs)
-        for what in ("fwd", "fb"):
-            self.each("crossing", case, what, shapes[-1].dense, 0)
+                for _ in self.place("crossing", wanted):
+                    for shape in shapes:
+                        case = make_case(shape, self.device)
+                        self.time(case, [self.ours(case, what) for what in ("fwd", "fb")], "crossing", case.pairs)
+                    for what in ("fwd", "fb"):
+                        self.each("crossing", case, what, shapes[-1].dense, 0)
 
     def errors(self) -> None:
         """Measures errors next to dense SDPA's (o and dq of sampled queries; all gradients of less), and equal bits."""

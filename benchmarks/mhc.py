@@ -20,10 +20,9 @@ import torch
 from . import mhc_calls as calls
 from . import mhc_cases as cases
 from . import report, running, timing, variants
-from .accuracy import equal_bits
 from .mhc_cases import Inputs, Named, make_inputs
 from .report import Result, Row, Table, us, yes
-from .variants import FixedClock, Variant, chained
+from .variants import Variant, chained
 
 DIMS = (2560, 4096, 7168)
 SMALL_TOKENS, SMALL_DIM = 12, 48
@@ -48,7 +47,7 @@ class Settings(running.Settings):
 
 
 class Run(variants.Run):
-    operator, notice, unit, small_on_cpu = "mhc", CPU_NOTICE, None, True
+    operator, notice, unit, small_on_cpu, alike = "mhc", CPU_NOTICE, None, True, True
     lists = ("rows", "decode", "memory", "accuracy", "determinism")
 
     def __init__(self, settings: Settings, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
@@ -102,9 +101,6 @@ class Run(variants.Run):
 
     # ---- running
 
-    def clock(self) -> FixedClock:
-        return FixedClock(self.device, self.flush, self.s.rounds)
-
     def time(self, found: list[Variant], to: str) -> None:
         """Builds, times and checks the variants of one group; appends their rows."""
         tokens, _, dim = found[0].case.x.shape
@@ -153,8 +149,16 @@ class Run(variants.Run):
         self.result["accuracy"].append(record_case(self.device))
 
     def determinism(self) -> None:
-        """Checks for equal bits of two runs, and of tokens alone."""
-        self.result["determinism"] = determinism(self.inputs(2048, 4096))
+        """Checks for equal bits in two runs and, on a GPU, of a token alone, in small batches and in the whole batch."""
+        i = self.inputs(2048, 4096)
+        first, tokens = calls.ops_fb(i), len(i.x)
+        checks = {"two runs": (first, calls.ops_fb(i))}
+        at = tokens // 3
+        # On a CPU, BLAS picks the summation order by the batch size.
+        for count in sorted({1, 2, 8, 64, 65, tokens // 2} & {*range(1, tokens - at + 1)}) if i.x.is_cuda else ():
+            of = {k: t[at : at + count] for k, t in first.items() if k not in cases.SUMMED}
+            checks[f"{count} of {tokens} tokens alone"] = of, calls.ops_fb(i.tokens(at, at + count))
+        self.equal_bits(checks, list(i.x.shape))
 
     def run(self) -> Row:
         self.report("copy bandwidth")
@@ -256,22 +260,6 @@ def record_case(device: torch.device) -> Row:
     errors = {kind: {name: entry(name, all_) for name, all_ in of.items()} for kind, of in draws.items()}
     row: Row = {"case": "shape of record, backward alone", "shape": list(cases.RECORD_SHAPE), "dtype": "bfloat16"}
     return row | {"errors": errors}
-
-
-def determinism(i: Inputs) -> list[Row]:
-    """Checks for equal bits in two runs and, on a GPU, of a token alone, in small batches and in the whole batch."""
-    first, second = calls.ops_fb(i), calls.ops_fb(i)
-    rows = [{"check": "two runs", "shape": list(i.x.shape), **equal_bits(first, second)}]
-    if not i.x.is_cuda:
-        return rows  # on a CPU, BLAS picks the summation order by the batch size
-    tokens = len(i.x)
-    at = tokens // 3
-    for count in sorted({1, 2, 8, 64, 65, tokens // 2} & set(range(1, tokens - at + 1))):
-        part = calls.ops_fb(i.tokens(at, at + count))
-        of = {k: t[at : at + count] for k, t in first.items() if k not in cases.SUMMED}
-        check = f"{count} of {tokens} tokens alone"
-        rows.append({"check": check, "shape": list(i.x.shape), **equal_bits(of, part)})
-    return rows
 
 
 # ---- tables

@@ -126,20 +126,6 @@ def run(
 # ---- figures
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds(step: Callable[[], Any], device: torch.device) -> float:
-    """Returns how long a call takes, with all that it leaves to the device, on the host's clock."""
-    wait(device)
-    start = time.perf_counter()
-    step()
-    wait(device)
-    return time.perf_counter() - start
-
-
 def against(value: float, bar: float | None, goal: float | None, least: bool = False) -> Row:
     """Returns a figure with its bar and its goal, and whether it meets them: at most, or at ``least``, these values."""
 

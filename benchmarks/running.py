@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from . import environment, timing
+from . import accuracy, environment, timing
 
 BARS_DEVICE = "H200"
 """Absolute times are compared with bars only on this GPU."""
@@ -243,7 +243,7 @@ class PartRun:
             "skipped": {},
             **({"seconds_of": {}} if self.timed_parts else {}),
         }
-        self.flush = timing.Flusher(self.device)
+        self.flush = timing.flusher(self.device)
         self.whole = True
         self._started = time.monotonic()
 
@@ -307,6 +307,11 @@ class PartRun:
             row |= peak_memory(call, self.device, row["bar_mb"])
         except Exception as e:
             row["error"] = message(e)
+
+    def equal_bits(self, checks: Mapping[str, tuple[accuracy.Named, accuracy.Named]], shape: list[int]) -> None:
+        """Adds to the result, for each check, whether its two runs are equal in bits."""
+        rows = ({"check": name, "shape": shape, **accuracy.equal_bits(*runs)} for name, runs in checks.items())
+        self.result["determinism"].extend(rows)
 
     def tidy(self) -> None:
         free(self.device)

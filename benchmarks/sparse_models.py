@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import processes, report, routing, running, sparse_cases
+from . import processes, report, routing, running, sparse_cases, timing
 from .processes import SPENT, Row
 from .report import Table
 from .source_hash import ROUTING, source_hash
@@ -85,9 +85,6 @@ class Settings:
         pairs = [(v, c) for v in self.variants for c in self.cases if c.takes(v)]
         return [Job(v, dataclasses.asdict(c), self.device, self.toy, self.rounds) for v, c in pairs]
 
-    def in_order(self, variants: Iterable[str]) -> tuple[str, ...]:
-        return tuple(v for v in variants if v in self.variants)
-
 
 # ---- one process
 
@@ -126,7 +123,7 @@ class Process:
 
     def times(self) -> Row:
         """Compiles, warms up and times; returns ms, GiB and seconds of compiling."""
-        seconds = functools.partial(processes.seconds, self.step, self.device)
+        seconds = functools.partial(timing.seconds, self.step, self.device)
         first = [seconds(), seconds()]
         if self.cuda:
             torch.cuda.empty_cache()

@@ -114,26 +114,32 @@ class Runnable:
             self.graph.reset()
 
 
-class Flusher:
-    """Writes a buffer larger than the L2 cache, so that every replay starts from device memory."""
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
-    def __init__(self, device: torch.device) -> None:
-        self.bytes = 0
-        self._buffer: torch.Tensor | None = None
-        if device.type == "cuda":
-            cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
-            self.bytes = max(4 * cache, 256 << 20)
-            self._buffer = torch.empty(self.bytes // 4, dtype=torch.int32, device=device)
 
-    def __call__(self) -> None:
-        if self._buffer is not None:
-            self._buffer.zero_()
+def seconds(step: Callable[[], Any], device: torch.device) -> float:
+    """Returns how long a call takes, with all that it leaves to the device, on the host's clock."""
+    wait(device)
+    start = time.perf_counter()
+    step()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def flusher(device: torch.device) -> Callable[[], object]:
+    """Returns what writes a buffer larger than the L2 cache, so that every replay starts from device memory."""
+    if device.type != "cuda":
+        return lambda: None
+    cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
+    return torch.empty(max(4 * cache, 256 << 20) // 4, dtype=torch.int32, device=device).zero_
 
 
 def interleaved(
     runnables: Mapping[str, Runnable],
     device: torch.device,
-    flush: Callable[[], None],
+    flush: Callable[[], object],
     rounds: int,
     warm_rounds: int = 3,
 ) -> dict[str, Timing]:
@@ -185,7 +191,7 @@ def _copy(src: torch.Tensor, dst: torch.Tensor) -> Callable[[], Any]:
     return lambda: copy(src, dst)
 
 
-def copy_bandwidth(device: torch.device, flush: Callable[[], None], rounds: int) -> dict[str, Any]:
+def copy_bandwidth(device: torch.device, flush: Callable[[], object], rounds: int) -> dict[str, Any]:
     """Measures a large copy by a kernel, in TB/s (bytes read plus written), and the cost of an almost empty graph."""
     count = (1 << 29) if device.type == "cuda" else (1 << 22)
     src = torch.empty(count // 4, dtype=torch.int32, device=device).random_()

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-import torch
-
 from . import running, timing
 
 FEW, CPU_ROUNDS, CALLED_ROUNDS = 4, 10, 3
@@ -58,95 +56,6 @@ class Once:
 Ready = timing.Runnable | Once
 
 
-@dataclasses.dataclass
-class Clock:
-    """How variants are timed. A peer's call above ``long_us`` is timed once, without a graph."""
-
-    device: torch.device
-    flush: Callable[[], None]
-    rounds: int
-    long_us: float = math.inf
-
-    @property
-    def gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def runnable(self, v: Variant, row: Row) -> Ready:
-        """Returns the prepared call of a variant; notes in its row the seconds it took and whether it was captured."""
-        start = time.perf_counter()
-        try:
-            return self._ready(v.build(), v.variant == "ops", row)
-        finally:
-            row["prepared_s"] = round(time.perf_counter() - start, 2)
-
-    def _ready(self, call: Callable[[], Any], ours: bool, row: Row) -> Ready:
-        if not ours and self.long_us < math.inf:
-            tried = self._second(call)
-            if tried.us > self.long_us:
-                row["captured"] = False
-                return tried
-            tried.close()
-            running.free(self.device)  # the capture takes memory of its own
-        try:
-            return timing.Runnable(call, self.device)
-        except Exception:
-            if ours or not self.gpu:
-                raise
-        # A peer that cannot be captured is called instead, with the cost of its launches. Not in the handler: the
-        # exception holds the tensors of the frames that it passed.
-        running.free(self.device)
-        row["captured"] = False
-        return timing.Runnable(call, self.device, capture=False)
-
-    def _second(self, call: Callable[[], Any]) -> Once:
-        """Times the second call: the first one compiles."""
-        call()
-        self._wait()
-        start = time.perf_counter()
-        outputs = call()
-        self._wait()
-        return Once((time.perf_counter() - start) * 1e6, outputs)
-
-    def _wait(self) -> None:
-        if self.gpu:
-            torch.cuda.synchronize(self.device)
-
-    def by_length(self, ready: dict[int, timing.Runnable]) -> dict[int, list[int]]:
-        """Returns the variants grouped by the number of rounds; the longer a call takes, the fewer rounds it gets."""
-        most = self.rounds if self.gpu else min(CPU_ROUNDS, self.rounds)
-        found: dict[int, list[int]] = {}
-        for at, r in ready.items():
-            one = timing.interleaved({"": r}, self.device, self.flush, 1, 1)[""].median
-            allowed = int(ROUND_US / one)
-            rounds = most if allowed >= most else min(most, max(FEW, allowed // FEW * FEW))
-            found.setdefault(rounds, []).append(at)
-        return found
-
-    def timed(self, ready: dict[int, Ready]) -> Iterator[tuple[int, timing.Timing]]:
-        """Yields the times of each prepared variant; those of as many rounds take turns."""
-        yield from ((at, timing.Timing([r.us])) for at, r in ready.items() if isinstance(r, Once))
-        repeated = {at: r for at, r in ready.items() if not isinstance(r, Once)}
-        for rounds, some in self.by_length(repeated).items():
-            chosen = {str(at): repeated[at] for at in some}
-            warm = min(3, rounds // 2)
-            for name, t in timing.interleaved(chosen, self.device, self.flush, rounds, warm).items():
-                yield int(name), t
-
-
-class FixedClock(Clock):
-    """Times every variant for as many rounds; those that are called, not replayed, for a few, on their own."""
-
-    def runnable(self, v: Variant, row: Row) -> Ready:
-        return timing.Runnable(v.build(), self.device, v.capture)
-
-    def timed(self, ready: dict[int, Ready]) -> Iterator[tuple[int, timing.Timing]]:
-        for capture, rounds, warm in ((True, self.rounds, 3), (False, min(CALLED_ROUNDS, self.rounds), 1)):
-            # One round of the slow variants takes longer than all rounds of the others.
-            chosen = {str(at): r for at, r in ready.items() if r.capture is capture}
-            for at, t in timing.interleaved(chosen, self.device, self.flush, rounds, warm).items():
-                yield int(at), t
-
-
 def failure(e: BaseException) -> Row:
     """Returns what a row says of a failure: its text and, where it is known, the reason in words."""
     why = running.reason(e)
@@ -167,10 +76,60 @@ class Run(running.PartRun):
     """A run that times variants."""
 
     long_us: ClassVar[float] = math.inf
-    """Microseconds above which a peer's call is timed once."""
+    """Microseconds above which a peer's call is timed once, without a graph."""
+    alike: ClassVar[bool] = False
+    """Whether all variants get as many rounds, but for those that are called, not replayed: they get a few, on their own."""
 
-    def clock(self) -> Clock:
-        return Clock(self.device, self.flush, self.s.rounds, self.long_us)
+    def ready(self, v: Variant, row: Row) -> Ready:
+        """Returns the prepared call of a variant; notes in its row the seconds it took and whether it was captured."""
+        if self.alike:
+            return timing.Runnable(v.build(), self.device, v.capture)
+        start = time.perf_counter()
+        try:
+            return self._ready(v.build(), v.variant == "ops", row)
+        finally:
+            row["prepared_s"] = round(time.perf_counter() - start, 2)
+
+    def _ready(self, call: Callable[[], Any], ours: bool, row: Row) -> Ready:
+        if not ours and self.long_us < math.inf:
+            call()  # compiles
+            made: list[Any] = []
+            tried = Once(1e6 * timing.seconds(lambda: made.append(call()), self.device), made.pop())
+            if tried.us > self.long_us:
+                row["captured"] = False
+                return tried
+            tried.close()
+            running.free(self.device)  # the capture takes memory of its own
+        try:
+            return timing.Runnable(call, self.device)
+        except Exception:
+            if ours or not self.gpu:
+                raise
+        # A peer that cannot be captured is called instead, with the cost of its launches. Not in the handler: the
+        # exception holds the tensors of the frames that it passed.
+        running.free(self.device)
+        row["captured"] = False
+        return timing.Runnable(call, self.device, capture=False)
+
+    def rounds_of(self, r: timing.Runnable) -> int:
+        """Returns how many rounds a call gets: the longer it takes, the fewer."""
+        most = self.s.rounds if self.gpu else min(CPU_ROUNDS, self.s.rounds)
+        if self.alike:
+            return most if r.capture else min(CALLED_ROUNDS, most)
+        allowed = int(ROUND_US / timing.interleaved({"": r}, self.device, self.flush, 1, 1)[""].median)
+        return most if allowed >= most else min(most, max(FEW, allowed // FEW * FEW))
+
+    def times(self, ready: dict[int, Ready]) -> Iterator[tuple[int, timing.Timing]]:
+        """Yields the times of each prepared variant; those of as many rounds take turns."""
+        groups: dict[int, dict[str, timing.Runnable]] = {}
+        for at, r in ready.items():
+            if isinstance(r, Once):
+                yield at, timing.Timing([r.us])
+            else:
+                groups.setdefault(self.rounds_of(r), {})[str(at)] = r
+        for rounds, chosen in groups.items():
+            for name, t in timing.interleaved(chosen, self.device, self.flush, rounds, min(3, rounds // 2)).items():
+                yield int(name), t
 
     def timed(
         self, to: str, name: str, found: Sequence[Variant], header: Header, figures: Figures, check: Check | None = None
@@ -187,18 +146,18 @@ class Run(running.PartRun):
                 errors that the variant's own check finds, if it has one.
         """
         rows = [{"what": v.what, "variant": v.variant} | header(v) for v in found]
-        clock, ready = self.clock(), dict[int, Ready]()
+        ready = dict[int, Ready]()
         try:
             for at, v in enumerate(found):
                 self.report(f"{name}: preparing {v.what} {v.variant}")
                 try:
-                    ready[at] = clock.runnable(v, rows[at])
+                    ready[at] = self.ready(v, rows[at])
                 except Exception as e:
                     rows[at] |= failure(e)
                 if at not in ready:
                     running.free(self.device)  # not in the handler, where the exception still holds tensors
                 rows[at].update({"note": v.note} if v.note else {})
-            for at, t in clock.timed(ready):
+            for at, t in self.times(ready):
                 figures(rows[at], t.over(found[at].calls))
             for at, r in ready.items():
                 try:

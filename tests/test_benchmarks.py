@@ -71,7 +71,7 @@ def test_variants_run_in_turn_and_every_sample_is_kept() -> None:
     calls: list[str] = []
     ready = {name: timing.Runnable(lambda name=name: calls.append(name), CPU) for name in "ab"}
     calls.clear()
-    times = timing.interleaved(ready, CPU, timing.Flusher(CPU), rounds=4, warm_rounds=2)
+    times = timing.interleaved(ready, CPU, timing.flusher(CPU), rounds=4, warm_rounds=2)
     assert calls == ["a", "b"] * 6
     assert all(len(t.samples_us) == 4 for t in times.values())
 

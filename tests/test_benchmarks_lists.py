@@ -283,11 +283,13 @@ def test_a_peer_is_called_again_outside_the_handler(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(timing, "Runnable", runnable)
     monkeypatch.setattr(running, "free", freed.append)
-    clock, row = variants.Clock(torch.device("cuda"), lambda: None, 4), {}
-    made = clock.runnable(variants.Variant("fwd", "a peer", lambda: lambda: None), row)
+    runner, row = object.__new__(lists.Run), {}
+    runner.device, runner.gpu = torch.device("cuda"), True
+    monkeypatch.setattr(lists.Run, "long_us", float("inf"))
+    made = runner.ready(variants.Variant("fwd", "a peer", lambda: lambda: None), row)
     assert (made, row["captured"]) == ("called", False)
     with pytest.raises(RuntimeError, match="while capturing"):
-        clock.runnable(variants.Variant("fwd", "ops", lambda: lambda: None), row)
+        runner.ready(variants.Variant("fwd", "ops", lambda: lambda: None), row)
 
 
 # ---- runs that go on from others

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import timing
 from ..source_hash import ROOT
 
 
@@ -74,8 +75,7 @@ class Ranks:
                 time.sleep(0.05)
 
     def wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
+        timing.wait(self.device)
 
     def free(self) -> None:
         if self.cuda:
@@ -101,12 +101,8 @@ class Ranks:
             call()
         for _ in range(rounds):
             self.together()
-            began = time.perf_counter()
-            for _ in range(calls):
-                call()
-            self.wait()
-            taken = 1e3 * (time.perf_counter() - began) / in_a_row
-            samples.append(max(self.everywhere(taken if calls else 0.0)))
+            taken = timing.seconds(lambda: [call() for _ in range(calls)], self.device)
+            samples.append(max(self.everywhere(1e3 * taken / in_a_row if calls else 0.0)))
         return statistics.median(samples)
 
     def peak_mb(self, call: Callable[[], Any]) -> float | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import mhc_inductor
 
-from .. import processes, routing
+from .. import routing, timing
 from .models import MODELS, Model, build, missing
 
 FACTOR, FP32_BOUND, LOSS_BOUND = 2.0, 1e-3, 1e-2
@@ -157,7 +157,7 @@ class Runner:
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        times = [1e3 * processes.seconds(lambda: self.step(self.model, call), self.device) for _ in range(3)]
+        times = [1e3 * timing.seconds(lambda: self.step(self.model, call), self.device) for _ in range(3)]
         return {"ms": statistics.median(times), "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None}
 
     @contextlib.contextmanager
