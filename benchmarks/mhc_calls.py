@@ -56,7 +56,7 @@ def ops_fb(i: Inputs) -> Named:
     out, ups = ops_pre(i), dict[str, Tensor]()
     if i.with_post:
         site = {"h_post": out["h_post"], "h_res": out["h_res"]}
-        out |= ops_post(i, **site)
+        out |= ops_post(i, *site.values())
         ups = _op("mhc_post_backward", i, **site, g=i.dx_out)
         out["df"], ups["dx_acc"] = ups["df"], ups["dx"]
     return out | _op("mhc_pre_backward", i, **{**out, **ups})

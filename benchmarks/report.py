@@ -214,19 +214,12 @@ def sections_of(result: Result, makers: Makers) -> Iterator[str]:
             yield make.section(result, result[part]) if isinstance(make, Table) else make(result)
 
 
-def wrong_outputs(rows: Iterable[Row], where: Callable[[Row], str]) -> list[str]:
-    """Returns a line for each timed row whose outputs miss a bar against fp64."""
-    missed = ((r, [k for k, e in r.get("errors", {}).items() if not e["met"]]) for r in rows)
-    return [f"{r['what']} {r['variant']} at {where(r)}: {', '.join(names)}" for r, names in missed if names]
-
-
-def outputs_section(rows: Iterable[Row], bad: list[str], fine: str) -> str:
-    """Returns a section with the timed outputs that miss a bar, or ``fine`` if none does; nothing if none has errors."""
-    return (
-        section("Outputs of the timed calls", "\n".join(f"- {b}" for b in bad) or fine)
-        if any("errors" in r for r in rows)
-        else ""
-    )
+def outputs_section(rows: Iterable[Row], where: str, fine: str) -> str:
+    """Returns a section with the timed outputs that miss a bar against fp64, or ``fine`` if none does; nothing without errors."""
+    checked = [r for r in rows if "errors" in r]
+    missed = ((r, [k for k, e in r["errors"].items() if not e["met"]]) for r in checked)
+    bad = [f"- {r['what']} {r['variant']} at {where.format_map(r)}: {', '.join(names)}" for r, names in missed if names]
+    return section("Outputs of the timed calls", "\n".join(bad) or fine) if checked else ""
 
 
 def document(title: str, lines: Iterable[str], *parts: str) -> str:

@@ -182,21 +182,15 @@ def chain(fn: Callable[[], Any], length: int) -> Callable[[], Any]:
     return run
 
 
-def _copy(src: torch.Tensor, dst: torch.Tensor) -> Callable[[], Any]:
-    """Returns a copy by a kernel; on a CPU by ``copy_``, which in a CUDA graph is another kind of node, and slower."""
-    if src.device.type != "cuda":
-        return lambda: dst.copy_(src)
-    from .copy_kernel import copy
-
-    return lambda: copy(src, dst)
-
-
 def copy_bandwidth(device: torch.device, flush: Callable[[], object], rounds: int) -> dict[str, Any]:
     """Measures a large copy by a kernel, in TB/s (bytes read plus written), and the cost of an almost empty graph."""
     count = (1 << 29) if device.type == "cuda" else (1 << 22)
     src = torch.empty(count // 4, dtype=torch.int32, device=device).random_()
     dst, tiny = torch.empty_like(src), torch.zeros(1, device=device)
-    runs = {"copy": Runnable(_copy(src, dst), device), "empty": Runnable(lambda: tiny.add_(1.0), device)}
+    copy: Callable[..., Any] = lambda src, dst: dst.copy_(src)  # noqa: E731
+    if device.type == "cuda":  # where copy_ is another kind of node in a graph, and slower
+        from .copy_kernel import copy
+    runs = {"copy": Runnable(lambda: copy(src, dst), device), "empty": Runnable(lambda: tiny.add_(1.0), device)}
     runs["copy"].run()
     if not torch.equal(src, dst):
         raise AssertionError("the copy is not what was copied")

@@ -161,7 +161,11 @@ class Run(running.PartRun):
                 figures(rows[at], t.over(found[at].calls))
             for at, r in ready.items():
                 try:
-                    self._checked(found[at], rows[at], r, check)
+                    if check is not None:
+                        rows[at].update(check(rows[at], r.run_poisoned()))
+                    elif (own := found[at].check) is not None:
+                        errors = rows[at]["errors"] = own(r.run_poisoned())
+                        rows[at]["correct"] = all(e["met"] for e in errors.values())
                 except Exception as e:
                     rows[at] |= failure(e)
                 r.close()
@@ -171,13 +175,6 @@ class Run(running.PartRun):
             self.result[to].extend(r for r in rows if "median_us" in r or "error" in r)
             self.save(self.result)
         return rows
-
-    def _checked(self, v: Variant, row: Row, ready: Ready, check: Check | None) -> None:
-        if check is not None:
-            row.update(check(row, ready.run_poisoned()))
-        elif v.check is not None:
-            row["errors"] = v.check(ready.run_poisoned())
-            row["correct"] = all(e["met"] for e in row["errors"].values())
 
     def add_bars(self, row: Row, target: running.Target | None, ours: Sequence[str] = ("ops",)) -> None:
         """Adds to a row of ours its bars, if it has any."""

@@ -202,10 +202,10 @@ def test_parts_of_a_gpu(
 )
 def test_wrong_outputs_are_listed(name: str, tensor: str, place: str) -> None:
     made = toy_runs.whole(name)
-    assert module(name).wrong_outputs(made) == []
+    assert "meet their bars" in module(name).table(made)
     next(r for r in made["rows"] if (r["what"], r["variant"]) == ("fb", "ops"))["errors"][tensor]["met"] = False
-    assert module(name).wrong_outputs(made) == [f"fb ops at {place}: {tensor}"]
-    assert f"- fb ops at {place}" in module(name).table(made)
+    lines = module(name).table(made).partition("## Outputs of the timed calls\n\n")[2].splitlines()
+    assert lines == [f"- fb ops at {place}: {tensor}"]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,9 @@ def _sparse(found: Row) -> bool:
 
 def _ways(found: Row) -> bool:
     (row,) = (r for r in found["rows"] if r["status"] != "not run")
-    return (row["model"], row["way"], row["status"], row["routed"]) == ("e79", "forward", "right", {"e79_scan": 1})
+    assert row["graphs"] == 1 and row["routed"] == {"e79_scan": 1}
+    assert row["from fp32"]["median token"] <= 2 * row["eager from fp32"]["median token"] + 2**-8
+    return (row["model"], row["way"], row["status"]) == ("e79", "forward", "right")
 
 
 def _many(found: Row) -> bool:

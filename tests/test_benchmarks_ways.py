@@ -87,14 +87,6 @@ def test_padding_checkpoints_and_dtypes_reach_the_model(name):
     assert len(accumulated.logits) == 2 and not torch.equal(*accumulated.logits)
 
 
-def test_a_cell_is_measured():
-    row = cell.measure("e79", "forward", CPU, True)
-    torch._dynamo.reset()
-    assert row["status"] == RIGHT, row
-    assert row["routed"] == {"e79_scan": 1} and row["graphs"] == 1
-    assert row["from fp32"]["median token"] <= 2 * row["eager from fp32"]["median token"] + 2**-8
-
-
 def test_a_model_that_is_not_there_is_named(monkeypatch):
     assert cell.measure("mhc", "decode", CPU, True) == {"status": NAMED, "why": "the model takes no cache"}
     new = dataclasses.replace(FAMILIES["hy_v4"], model="NewForCausalLM")
