@@ -161,8 +161,6 @@ def finite(got: Named) -> bool:
 class Run(variants.Run):
     """A run of attention."""
 
-    timed_parts = True
-
     def ours(self, case: Case, what: str) -> Variant:
         def build() -> Callable[[], Any]:
             if what == "fwd":

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch._inductor.config
 
-from . import deepseek_model, processes, report, routing, sparse_cases
+from . import deepseek_model, environment, processes, report, routing, sparse_cases
 from .processes import Row
 from .report import Table
 from .sparse_cases import CHECKPOINTED, COMPILE, EAGER, FORWARD, OURS, TRAINING, TRIVIAL, V4, Case
@@ -79,7 +79,7 @@ def measure(job: Job, save: Callable[[Row], None] = lambda _: None) -> Row:
 
 def gather(settings: Settings, rows: list[Row]) -> Row:
     """Returns the result of a run: header, rows, figures per variant, and verdicts on the device of the bars."""
-    result = processes.header("deepseek_v4", torch.device(settings.device))
+    result = environment.header("deepseek_v4", torch.device(settings.device))
     alone = tuple(v for v in VARIANTS if v in settings.variants)
     size = dataclasses.asdict(sparse_cases.v4_size(settings.cases[0], settings.toy))
     result["settings"] = {"size": size, "rounds": settings.rounds, "jobs": 1, "compiled_alone": alone}

@@ -47,7 +47,6 @@ class Run(variants.Run):
     operator, unit, alike = "e79", "microseconds a time step", True
     lists = ("rows", "batch", "further", "decode", "memory", "accuracy", "determinism", "cpu", "rollup")
     how = f"{running.REPLAYED}; the Python loop is called, not replayed"
-    kept = ("parts", "seed", "budget_s", "threads")
 
     @property
     def sizes(self) -> tuple[int, ...]:

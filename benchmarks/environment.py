@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -42,6 +44,9 @@ def versions() -> dict[str, str | None]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = None
+    transformers = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        transformers = importlib.metadata.version("transformers")
     driver = None
     if torch.cuda.is_available():
         driver = (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[
@@ -51,6 +56,7 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton_version,
+        "transformers": transformers,
         "cuda": torch.version.cuda,
         "driver": driver,
     }
@@ -90,13 +96,15 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def header(device: torch.device) -> dict[str, Any]:
+def header(operator: str, device: torch.device, **further: Any) -> dict[str, Any]:
+    """Returns what a result begins with: commit, sources, device, versions."""
     return {
         "schema": 1,
-        "operator": "mhc",
+        "operator": operator,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **commit(),
         "kernel_sources_sha256": source_hash(),
         "device": device_facts(device),
         "versions": versions(),
+        **further,
     }

@@ -35,8 +35,6 @@ class Settings(running.Settings):
 class Run(variants.Run):
     operator = "index"
     lists = ("rows", "errors", "determinism", "memory")
-    kept = ("parts", "peers", "seed", "budget_s", "small", "threads")
-    small_on_cpu = True
     long_us = 200e3
 
     def time(self, case: Case, found: list[Variant]) -> None:

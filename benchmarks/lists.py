@@ -68,8 +68,6 @@ class Settings(running.Settings):
 class Run(attention.Run):
     operator = "lists"
     lists = tuple(name for names in LISTS_OF.values() for name in names)
-    kept = ("parts", "shapes", "seed", "budget_s", "small", "threads")
-    small_on_cpu = True
     long_us = 200e3
 
     def __init__(self, settings: Settings, save: Callable[[Row], None], report: Callable[[str], None]) -> None:

@@ -47,17 +47,13 @@ class Settings(running.Settings):
 
 
 class Run(variants.Run):
-    operator, notice, unit, small_on_cpu, alike = "mhc", CPU_NOTICE, None, True, True
+    operator, notice, unit, alike = "mhc", CPU_NOTICE, None, True
     lists = ("rows", "decode", "memory", "accuracy", "determinism")
 
     def __init__(self, settings: Settings, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
         if settings.resolve().type != "cuda":  # one small shape stands for every width
             settings.parts = tuple(dict.fromkeys("4096" if p in ("2560", "7168") else p for p in settings.parts))
         super().__init__(settings, save, report)
-
-    def recorded(self) -> Row:
-        precision = torch.get_float32_matmul_precision()
-        return {"groups": list(self.s.parts), "seed": self.seed, "float32_matmul_precision": precision}
 
     # ---- inputs
 

@@ -63,22 +63,20 @@ class Worker:
             row["output"] = self.log.read_text(errors="replace")[-3000:]
         return row
 
-    def close(self) -> None:
-        """Lets the process end, which deletes its caches; kills one that does not."""
+    def close(self, limit: float = 0.0) -> None:
+        """Ends the process; in ``limit`` seconds it may do so by itself, as one must that deletes its caches."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.communicate(timeout=CLOSE_S)
+            self.process.communicate(timeout=limit)
         self.process.kill()
         self.process.communicate()
 
 
 def stamp(job: Any) -> Row:
     """Returns what a kept row must carry to be reused: job, hashes of the sources, commit, transformers."""
-    import transformers
-
     return {
         "job": json.loads(json.dumps(dataclasses.asdict(job))),
         "sources": [environment.source_hash(), source_hash(folders=ROUTING)],
-        "transformers": transformers.__version__,
+        "transformers": environment.versions()["transformers"],
         **environment.commit(),
     }
 
@@ -115,7 +113,7 @@ def run(
             step(job.name)
             worker = Worker(module, "cold", folder / f"{job.name}.log", environ(PYTHONPYCACHEPREFIX=bytecode))
             row = job.named | worker.ask(dataclasses.asdict(job), min(settings.limit_s, max(left, 1)))
-            worker.close()
+            worker.close(CLOSE_S)
             row["stamp"] = stamp(job)
             (folder / f"{job.name}.json").write_text(json.dumps(row))
         rows.append(row or {**job.named, "error": SPENT})
@@ -136,15 +134,6 @@ def against(value: float, bar: float | None, goal: float | None, least: bool = F
 
 
 # ---- results
-
-
-def header(operator: str, device: torch.device, **further: Any) -> Row:
-    """Returns what a result begins with: commit, sources, device, versions with transformers'."""
-    import transformers
-
-    found = environment.header(device) | {"operator": operator} | further
-    found["versions"]["transformers"] = transformers.__version__
-    return found
 
 
 def notice(device: torch.device) -> str | None:

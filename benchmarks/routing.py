@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import deepseek_model, processes, report
+from . import deepseek_model, environment, report
 
 BAR_SECONDS, BAR_SHARE, BAR_DEPTH = 6.0, 0.20, 43
 """Bars: 6 s of CPU time on a model of 43 layers, and 20 % of the compile time."""
@@ -103,7 +103,7 @@ def run(
 ) -> dict[str, Any]:
     """Measures the pass at each depth, and the whole compile at ``compile_depth`` (0: skipped)."""
     bars = {"seconds": BAR_SECONDS, "share": BAR_SHARE, "depth": BAR_DEPTH}
-    result = processes.header("routing", device, rows=[], compile=None, bars=bars)
+    result = environment.header("routing", device, rows=[], compile=None, bars=bars)
     for depth in sorted({*depths, *([compile_depth] if compile_depth else [])}):
         size = dataclasses.replace(deepseek_model.TINY, layers=depth)
         model = deepseek_model.build(size, device, torch.float32).train()

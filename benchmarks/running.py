@@ -212,44 +212,35 @@ class PartRun:
     how: ClassVar[str] = REPLAYED
     lists: ClassVar[tuple[str, ...]]
     """Names of the result's lists of rows."""
-    kept: ClassVar[tuple[str, ...]] = ()
-    """The settings that the result keeps, in addition to rounds and timing."""
-    timed_parts: ClassVar[bool] = False
-    """Whether the result says how many seconds each part took."""
-    small_on_cpu: ClassVar[bool] = False
-    """Whether a CPU only tries the run out, with tiny shapes: its times say nothing at any."""
 
     def __init__(self, settings: Any, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
         self.s, self.save, self.report = settings, save, report
         self.device = settings.resolve()
-        if self.small_on_cpu and self.device.type != "cuda":
-            settings.small = True
         self.gpu = self.device.type == "cuda"
+        # Without parts for it, a CPU only tries the run out, with tiny shapes: its times say nothing at any.
+        settings.small |= not self.gpu and not settings.cpu_parts
         self.seed = secrets.randbits(32) if settings.seed is None else settings.seed
         torch.manual_seed(self.seed)
         torch.set_float32_matmul_precision("highest")
         self.result: Row = {
-            **environment.header(self.device),
-            "operator": self.operator,
+            **environment.header(self.operator, self.device),
             "complete": False,
             "notice": None if self.gpu else self.notice,
             **({} if self.unit is None else {"unit": self.unit}),
             "settings": {
-                "rounds": settings.rounds,
-                **self.recorded(),
+                **{k: v for k, v in vars(settings).items() if k not in ("device", "earlier")},
+                "seed": self.seed,
+                "threads": torch.get_num_threads(),
+                "float32_matmul_precision": torch.get_float32_matmul_precision(),
                 "timing": self.how if self.gpu else "wall clock",
             },
             **{name: [] for name in self.lists},
             "skipped": {},
-            **({"seconds_of": {}} if self.timed_parts else {}),
+            "seconds_of": {},
         }
         self.flush = timing.flusher(self.device)
         self.whole = True
         self._started = time.monotonic()
-
-    def recorded(self) -> Row:
-        known = {"seed": self.seed, "threads": torch.get_num_threads()}
-        return {k: known[k] if k in known else getattr(self.s, k) for k in self.kept}
 
     @property
     def bars_apply(self) -> bool:
@@ -278,8 +269,7 @@ class PartRun:
         for name in self.s.parts:
             begun = time.monotonic()
             self.part(name)
-            if self.timed_parts:
-                self.result["seconds_of"][name] = round(time.monotonic() - begun, 1)
+            self.result["seconds_of"][name] = round(time.monotonic() - begun, 1)
             self.save(self.result)
         return self.finish()
 

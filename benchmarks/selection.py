@@ -66,7 +66,6 @@ class Settings(running.Settings):
 class Run(attention.Run):
     operator = "selection"
     lists = ("rows", "crossing", "errors", "determinism", "memory", "layers", "cpu", "cpu_dense", "cpu_errors")
-    kept = ("parts", "seed", "budget_s", "small", "threads")
 
     def __init__(self, settings: Settings, save: Callable[[Row], None], report: Callable[[str], None]) -> None:
         super().__init__(settings, save, report)

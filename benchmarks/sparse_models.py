@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import processes, report, routing, running, sparse_cases, timing
+from . import environment, processes, report, routing, running, sparse_cases, timing
 from .processes import SPENT, Row
 from .report import Table
 from .source_hash import ROUTING, source_hash
@@ -184,7 +184,7 @@ def measure(job: Job, save: Callable[[Row], None] = lambda _: None) -> Row:
 def gather(settings: Settings, measured: Iterable[Row]) -> Row:
     """Returns the result of a run: header, rows, verdicts on the device of the bars, and errors within bounds."""
     device = torch.device(settings.device)
-    result = processes.header("sparse_models", device, unit="ms")
+    result = environment.header("sparse_models", device, unit="ms")
     result["routing_sha256"] = source_hash(folders=ROUTING)
     result["notice"] = processes.notice(device)
     of = {"rounds": settings.rounds, "toy": settings.toy, "budget_s": settings.budget_s}

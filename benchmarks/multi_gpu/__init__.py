@@ -113,7 +113,7 @@ def run(settings: Settings, path: pathlib.Path, say: Callable[[str], None]) -> R
 def _header(s: Settings) -> Row:
     gpu = s.device == "cuda"
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
-    found = environment.header(device) | {"operator": "multi_gpu", "unit": "ms", "complete": False}
+    found = environment.header("multi_gpu", device, unit="ms", complete=False)
     found["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if gpu else None
     return found | {
         "routing_sha256": source_hash(folders=ROUTING),

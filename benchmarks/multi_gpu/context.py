@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mhc_inductor as mi
 
+from ..accuracy import relative
 from .rank import Ranks, worst
 
 Call = Callable[..., Tensor]
@@ -175,11 +176,8 @@ def _compared(op: Operator, fn: Call, want: tuple[Tensor, list[Tensor]], ranks: 
     for grad, exact, dim in zip(grads, want[1], op.dims, strict=True):
         if dim is None:
             dist.all_reduce(grad)
-        errors.append(_error(grad, share(exact, dim, ranks)))
-    bits, apart, off = zip(*ranks.everywhere((torch.equal(out, whole), _error(out, whole), worst(errors))), strict=True)
+        errors.append(relative(grad, share(exact, dim, ranks)))
+    bits, apart, off = zip(
+        *ranks.everywhere((torch.equal(out, whole), relative(out, whole), worst(errors))), strict=True
+    )
     return {"equal_bits": all(bits), "output_error": worst(apart), "gradient_error": worst(off)}
-
-
-def _error(got: Tensor, want: Tensor) -> float:
-    got, want = got.detach().float(), want.detach().float()
-    return float((got - want).norm() / want.norm().clamp(min=1e-30))

@@ -142,9 +142,7 @@ def measured(settings: Settings, folder: pathlib.Path, rows: dict[Cell, Row], do
 
 def stamp(settings: Settings) -> str:
     """Returns what a kept row must be of: sources, versions, device and sizes, as a short hash."""
-    import transformers
-
-    of = [environment.versions(), environment.device_facts(torch.device(settings.device)), transformers.__version__]
+    of = [environment.versions(), environment.device_facts(torch.device(settings.device))]
     words = json.dumps([source_hash(folders=SOURCES), of, settings.toy])
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
@@ -155,7 +153,7 @@ def run(settings: Settings, path: pathlib.Path, folder: pathlib.Path, step: Call
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     good = [r for r in kept if r.get("stamp") == mark and r["status"] in (RIGHT, NAMED)]
     rows: dict[Cell, Row] = {(r["model"], r["way"]): r for r in good}
-    result = processes.header("ways", device)
+    result = environment.header("ways", device)
     result["notice"] = processes.notice(device)
 
     def save(line: str = "") -> None:
