@@ -13,6 +13,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -108,9 +109,9 @@ def compiled(fn: Attend, dynamic: bool) -> Attend:
 
 
 @functools.cache
-def _causal() -> Attend:
+def _causal(compiler: Callable[..., Attend]) -> Attend:
     """Returns one compiled function for all lengths: nearly all of its time goes into library calls either way."""
-    return compiled(plain_causal, dynamic=True)
+    return compiler(plain_causal, dynamic=True)
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor | None, sink: Tensor | None, indices: Tensor, v_dim: int) -> Tensor:
@@ -144,7 +145,7 @@ def plain_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def compiled_causal(case: Case, what: str) -> Made:
     """Returns torch.compile of dense causal attention."""
-    run = _causal()
+    run = _causal(compiled)
     return call(case, what, lambda q, k, v, sink: run(q, k, k[..., : case.shape.v_dim] if v is None else v)), ""
 
 

@@ -100,7 +100,6 @@ def test_every_causal_key_is_drawn_alike() -> None:
 @pytest.mark.parametrize("shape", [SHARED, dataclasses.replace(APART, sink=False)], ids=lambda s: s.name)
 def test_dense_peers_are_causal_attention(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists_peers, "compiled", uncompiled)
-    lists_peers._causal.cache_clear()
     torch.manual_seed(0)
     n = 20
     case = cases.make_case(shape.of(n, n, n), CPU, dtype=torch.float32)  # lists of all causal keys
@@ -108,7 +107,6 @@ def test_dense_peers_are_causal_attention(shape: Shape, monkeypatch: pytest.Monk
     for name in (cases.DENSE_CAUSAL, cases.DENSE_ALL, cases.PLAIN):
         call, _ = lists_peers.make(name, case, "fb")
         assert all(relative(t, want[k]) < 1e-5 for k, t in call().items())
-    lists_peers._causal.cache_clear()
 
 
 EXAMPLE = """
@@ -330,13 +328,11 @@ def test_what_a_budget_left_out_is_measured_by_a_later_run(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lists_peers, "compiled", uncompiled)
-    lists_peers._causal.cache_clear()
     path = tmp_path / "lists.json"
     short = run(path, parts=("crossing",), budget_s=0.0)
     found = run(path, parts=("crossing",), earlier=short)
     assert not short["complete"] and found["complete"] and len(short["crossing"]) == len(found["crossing"])
     assert all("median_us" in r for r in found["crossing"])
-    lists_peers._causal.cache_clear()
 
 
 def test_a_peer_that_ends_a_run_is_not_tried_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,9 +78,7 @@ def _whole(name: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lists_peers, "compiled", uncompiled)
         patch.setattr(selection_cases, "CROSSING_LENGTHS", (2048, 32768))
-        lists_peers._causal.cache_clear()
         found = run(name, **PARTS.get(name, {}))
-    lists_peers._causal.cache_clear()
     return json.dumps(found)
 
 
