@@ -52,7 +52,7 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
-        while not done and (line := self.process.stdout.readline()):
+        while not done and (line := self.process.stdout.readline()).endswith("\n"):
             row = json.loads(line)
             done = row.pop("done", False)
         late.cancel()
