@@ -113,10 +113,6 @@ class Run(variants.Run):
         record = (row["B"], row["T"], row["dtype"], row["bias"]) == (cases.BATCH, cases.STEPS, "float32", "fixed")
         self.add_bars(row, cases.TARGETS.get((row["what"], row["n"])) if record else None, ("ops", "compiled"))
 
-    def tidy(self) -> None:
-        torch.compiler.reset()
-        super().tidy()
-
     # ---- parts
 
     def speed(self) -> None:

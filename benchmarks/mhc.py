@@ -104,7 +104,6 @@ class Run(variants.Run):
         self.timed(to, f"{to}, {tokens} tokens, D = {dim}", found, row_header, figures)
 
     def measure(self, name: str) -> None:
-        torch.compiler.reset()
         if name == "npu" or name.isdigit():
             dim, npu = (4096, True) if name == "npu" else (int(name), False)
             i = self.inputs(cases.TOKENS, dim, npu=npu)

@@ -24,7 +24,6 @@ from .lists_cases import drawn, mask_of
 from .report import Result, Row, Table, document, facts, sections_of
 from .variants import Variant
 
-__all__ = ["PARTS", "Run", "Settings", "table", "write"]
 PARTS = ("sides", "product", "written")
 DENSE, PRODUCTS, WRITTEN = "dense", "products alone", "softmax written out"
 BF16 = torch.bfloat16

@@ -271,7 +271,12 @@ class PartRun:
             self.part(name)
             self.result["seconds_of"][name] = round(time.monotonic() - begun, 1)
             self.save(self.result)
-        return self.finish()
+        self.result["complete"] = self.whole
+        if self.gpu:
+            self.result["kernels"] = environment.kernels()
+        self.result["seconds"] = round(time.monotonic() - self._started, 1)
+        self.save(self.result)
+        return self.result
 
     def part(self, name: str) -> None:
         try:
@@ -304,12 +309,5 @@ class PartRun:
         self.result["determinism"].extend(rows)
 
     def tidy(self) -> None:
+        torch.compiler.reset()
         free(self.device)
-
-    def finish(self) -> Row:
-        self.result["complete"] = self.whole
-        if self.gpu:
-            self.result["kernels"] = environment.kernels()
-        self.result["seconds"] = round(time.monotonic() - self._started, 1)
-        self.save(self.result)
-        return self.result

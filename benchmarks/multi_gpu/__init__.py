@@ -26,7 +26,6 @@ from . import jobs
 from .jobs import Job, Outcome
 from .report import passed, table
 
-__all__ = ["PARTS", "Settings", "run", "table", "write"]
 PARTS = ("checks", "fsdp", "scaling", "context", "failures")
 SHARES = 5
 """Jobs that the sharded ops are checked in on a GPU, where kernels take long to compile."""

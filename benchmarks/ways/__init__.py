@@ -30,7 +30,6 @@ from . import cell
 from .cell import NAMED, RIGHT, STRICT, WAYS, WIDE, WRONG
 from .models import MODELS
 
-__all__ = ["Job", "Settings", "measure", "run", "table", "write"]
 SOURCES = ("kernels", "lowerings", "mhc_inductor", "benchmarks/ways")
 """What a row depends on."""
 NOT_RUN, START_S = "not run", 600.0
