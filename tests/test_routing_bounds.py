@@ -150,15 +150,6 @@ def test_a_small_formula_is_not_called_too_large() -> None:
 # --- sinkhorn -----------------------------------------------------------------------------------------------
 
 
-def divisions(t: Tensor, depth: int) -> Tensor:
-    c = torch.softmax(t, -1) + 1e-6
-    c = c / (c.sum(-2, keepdim=True) + 1e-6)
-    for _ in range(depth):
-        c = c / (c.sum(-1, keepdim=True) + 1e-6)
-        c = c / (c.sum(-2, keepdim=True) + 1e-6)
-    return c
-
-
 def scalings(t: Tensor, depth: int) -> Tensor:
     k = torch.exp(t)
     v = torch.ones_like(k[..., :1, :])
@@ -166,14 +157,6 @@ def scalings(t: Tensor, depth: int) -> Tensor:
         u = 1 / (k * v).sum(-1, keepdim=True)
         v = 1 / (k * u).sum(-2, keepdim=True)
     return u * k * v
-
-
-def odd_divisions(t: Tensor, depth: int) -> Tensor:
-    """Resembles Sinkhorn iterations: every matrix occurs twice in the next one, and in its divisor."""
-    c = torch.softmax(t, -1)
-    for _ in range(depth):
-        c = (c * c) / ((c * c.clone()).sum(-1, keepdim=True) + c)
-    return c
 
 
 def log_domain(t: Tensor, depth: int) -> Tensor:
@@ -184,10 +167,27 @@ def log_domain(t: Tensor, depth: int) -> Tensor:
     return torch.exp(t + u + v)
 
 
-@pytest.mark.parametrize("fn", [divisions, scalings, odd_divisions, log_domain], ids=lambda f: f.__name__)
+def by_columns(c: Tensor) -> Tensor:
+    return c / (c.sum(-2, keepdim=True) + 1e-6)
+
+
+ITERATIONS: dict[str, Deep] = {
+    "divisions": lambda t, n: repeated(lambda c, k: by_columns(c / (c.sum(-1, keepdim=True) + 1e-6)))(
+        by_columns(torch.softmax(t, -1) + 1e-6), n
+    ),
+    "scalings": scalings,
+    # Resembles Sinkhorn iterations: every matrix occurs twice in the next one, and in its divisor.
+    "odd_divisions": lambda t, n: repeated(lambda c, k: (c * c) / ((c * c.clone()).sum(-1, keepdim=True) + c))(
+        torch.softmax(t, -1), n
+    ),
+    "log_domain": log_domain,
+}
+
+
+@pytest.mark.parametrize("name", ITERATIONS)
 @pytest.mark.parametrize("depths", [(10, 20), (20, 40)], ids=str)
-def test_work_for_iterations_is_bounded(fn: Deep, depths: tuple[int, int]) -> None:
-    check(fn, (torch.randn(TOKENS, N, N),), depths)
+def test_work_for_iterations_is_bounded(name: str, depths: tuple[int, int]) -> None:
+    check(ITERATIONS[name], (torch.randn(TOKENS, N, N),), depths)
 
 
 # --- E79 ----------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_work_for_recurrences_is_bounded(twist: str, depths: tuple[int, int]) ->
 
 # --- selection ----------------------------------------------------------------------------------------------
 
-S_KV = 32
+S_KV, INF = 32, float("inf")
 
 
 def attention(masked: Deep) -> Deep:
@@ -239,56 +239,12 @@ def attention(masked: Deep) -> Deep:
     return fn
 
 
-def shared_masks(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
-    m = a & b
-    for _ in range(depth):
-        m = (m & a) | (m & b)
-    return scores.masked_fill(~m, float("-inf"))
-
-
 def unlike_masks(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
     """Adds different conditions at each step: 2**depth combinations make a key visible."""
     at, m = torch.arange(S_KV), a & b
     for k in range(depth):
         m = (m & (at >= k)) | (m & (at < S_KV - k))
-    return scores.masked_fill(~m, float("-inf"))
-
-
-def counted_masks(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
-    """Holds masks as numbers: at each step one analysis fails and another continues."""
-    m = (a & b).float()
-    for _ in range(depth):
-        m = ((m * a.float() + m * b.float()) > 0.5).float()
-    return scores.masked_fill(m == 0, float("-inf"))
-
-
-def scores_in_where(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
-    for _ in range(depth):
-        scores = torch.where(a & b, scores * 1.5, float("-inf"))
-    return scores
-
-
-def scores_added(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
-    """Adds the scores to themselves, so that they are in every addend."""
-    scores = scores.masked_fill(~(a & b), float("-inf"))
-    for _ in range(depth):
-        scores = scores + scores.clone()
-    return scores
-
-
-def scores_without_end(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
-    """Adds a bias that many steps of analysis do not distinguish from scores."""
-    bias = torch.tanh(scores)
-    for _ in range(depth):
-        bias = bias + torch.where(a, bias, 0.0)
-    return (scores + bias).masked_fill(~(a & b), float("-inf"))
-
-
-def added_masks(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
-    m = torch.zeros(1, S_KV).masked_fill(~(a & b), float("-inf"))
-    for _ in range(depth):
-        m = m + m.clone()
-    return scores + m
+    return scores.masked_fill(~m, -INF)
 
 
 def whole_numbers(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
@@ -297,20 +253,37 @@ def whole_numbers(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: i
     for _ in range(depth):
         at = at + (at.clone() // 1)
         low, high = low + low.clone(), high + high.clone()
-    return scores.masked_fill(~((at >= low) & (at < high)), float("-inf"))
+    return scores.masked_fill(~((at >= low) & (at < high)), -INF)
 
 
-def differing_floors(scores: Tensor, starts: Tensor, a: Tensor, b: Tensor, depth: int) -> Tensor:
-    """Nests quotients, each twice in the next one."""
-    at = torch.arange(S_KV)
-    for _ in range(depth):
-        at = at // 3 + (at + 1) // 2
-    seen = (at >= starts[..., None]) & (at < starts[..., None] + 4)
-    return scores.masked_fill(~seen, float("-inf"))
-
-
-SELECTION = [shared_masks, unlike_masks, counted_masks, scores_in_where, scores_added, scores_without_end, added_masks]
-SELECTION += [whole_numbers, differing_floors]
+SELECTION: dict[str, Deep] = {
+    "shared_masks": lambda s, at, a, b, n: s.masked_fill(~repeated(lambda m, k: (m & a) | (m & b))(a & b, n), -INF),
+    "unlike_masks": unlike_masks,
+    # Masks as numbers: at each step one analysis fails and another continues.
+    "counted_masks": lambda s, at, a, b, n: s.masked_fill(
+        repeated(lambda m, k: ((m * a.float() + m * b.float()) > 0.5).float())((a & b).float(), n) == 0, -INF
+    ),
+    "scores_in_where": lambda s, at, a, b, n: repeated(lambda t, k: torch.where(a & b, t * 1.5, -INF))(s, n),
+    # The scores are in every addend.
+    "scores_added": lambda s, at, a, b, n: repeated(lambda t, k: t + t.clone())(s.masked_fill(~(a & b), -INF), n),
+    # A bias that many steps of analysis do not distinguish from scores.
+    "scores_without_end": lambda s, at, a, b, n: (
+        s + repeated(lambda t, k: t + torch.where(a, t, 0.0))(torch.tanh(s), n)
+    ).masked_fill(~(a & b), -INF),
+    "added_masks": lambda s, at, a, b, n: (
+        s + repeated(lambda m, k: m + m.clone())(torch.zeros(1, S_KV).masked_fill(~(a & b), -INF), n)
+    ),
+    "whole_numbers": whole_numbers,
+    # Quotients, each twice in the next one.
+    "differing_floors": lambda s, starts, a, b, n: s.masked_fill(
+        ~(
+            ((at := repeated(lambda t, k: t // 3 + (t + 1) // 2)(torch.arange(S_KV), n)) >= starts[..., None])
+            & (at < starts[..., None] + 4)
+        ),
+        -INF,
+    ),
+}
+"""Of scores, starts of ranges, conditions a and b, and the depth."""
 
 
 def ranges() -> tuple[Tensor, ...]:
@@ -318,10 +291,10 @@ def ranges() -> tuple[Tensor, ...]:
     return q, k, v, torch.randint(0, S_KV - 4, (2, S_KV))
 
 
-@pytest.mark.parametrize("masked", SELECTION, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", SELECTION)
 @pytest.mark.parametrize("depths", [(10, 20), (20, 40)], ids=str)
-def test_work_for_masks_is_bounded(masked: Deep, depths: tuple[int, int]) -> None:
-    check(attention(masked), ranges(), depths)
+def test_work_for_masks_is_bounded(name: str, depths: tuple[int, int]) -> None:
+    check(attention(SELECTION[name]), ranges(), depths)
 
 
 def test_a_mask_of_too_many_combinations_is_a_near_miss() -> None:
