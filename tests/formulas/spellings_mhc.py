@@ -759,29 +759,19 @@ class Formula(nn.Module):
 
     def oracle(self, x: Tensor, other: Tensor | None = None) -> list[Tensor]:
         """Returns the outputs in fp64 by the specification's formula; ``other`` is not used."""
-        from tests.oracles.mhc import sinkhorn
+        from tests.oracles.mhc import _pre
 
-        x, t, n = x.double(), self.canonical(), self.n
-        phi, alpha, bias, gamma = t["phi"], t["alpha"], t["bias"], t["gamma"]
-        assert phi is not None and alpha is not None and bias is not None
-        v = x.reshape(*x.shape[:-2], self.k)
-        z = torch.einsum("...k,mk->...m", v if gamma is None else v * gamma, phi)
-        z = z / torch.sqrt(v.pow(2).mean(-1, keepdim=True) + self.norm_eps)
-        h_pre = torch.sigmoid(alpha[0] * z[..., :n] + bias[:n]) + self.hc_eps
-        h_in = torch.einsum("...n,...nd->...d", h_pre, x)
-        if self.rows == "head" or self.uses == "h_in":
-            return [h_in]
-        h_post = self.post_mult * torch.sigmoid(alpha[1] * z[..., n : 2 * n] + bias[n : 2 * n]) + self.post_eps
-        r = None
-        if self.rows == "full":
-            r = (alpha[2] * z[..., 2 * n :] + bias[2 * n :]).unflatten(-1, (n, n))
-            r = sinkhorn(r, self.iters, self.sinkhorn_eps, self.form)
+        o = {name: getattr(self, name) for name in ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_eps")}
+        t = {"x": x.double(), **self.canonical()}
+        out = _pre(t, {**o, "sinkhorn_iters": self.iters, "sinkhorn_form": self.form})[0]
         if self.uses != "layer":
-            return [h_in, h_post] if r is None or self.uses == "h_in+post" else [h_in, h_post, r]
+            names = {"h_in": "h_in", "h_in+post": "h_in h_post", "raw": "h_in h_post h_res"}[self.uses].split()
+            return [out[k] for k in names if out[k].numel()]
+        x, r = t["x"], out["h_res"] if self.rows == "full" else None
         mixed = (
             x if r is None else torch.einsum("...io,...id->...od" if self.transposed else "...oi,...id->...od", r, x)
         )
-        return [h_post[..., None] * self._sublayer64(h_in)[..., None, :] + mixed]
+        return [out["h_post"][..., None] * self._sublayer64(out["h_in"])[..., None, :] + mixed]
 
     def _sublayer64(self, t: Tensor) -> Tensor:
         if self.picked["sublayer"] == "sine":
