@@ -318,9 +318,9 @@ def motif(x: Tensor, p: P) -> Tensor:
     return (x.float() + post.unsqueeze(-1) * f_out.unsqueeze(-2).float()).to(x.dtype)
 
 
-def marginals_sinkhorn(logits: Tensor, p: P) -> Tensor:
-    """Iterates as tokenbender does: as :func:`potentials`, with explicit log marginals, which are zero."""
-    z, marginal = logits / 0.5, torch.zeros(logits.shape[-1:])
+def marginals_sinkhorn(logits: Tensor, p: P, each: float = 0.0) -> Tensor:
+    """Iterates as tokenbender does: as :func:`potentials`, with explicit log marginals, which are zero or ``each``."""
+    z, marginal = logits / 0.5, torch.full(logits.shape[-1:], each)
     u = v = torch.zeros(logits.shape[:-1])
     for _ in range(ITERS):
         u = marginal - torch.logsumexp(z + v.unsqueeze(-2), dim=-1)
@@ -333,17 +333,6 @@ def logsumexp_sinkhorn(logits: Tensor, p: P) -> Tensor:
     for step in range(2 * ITERS):
         logits = logits - torch.logsumexp(logits, dim=-1 - step % 2, keepdim=True)
     return logits.exp()
-
-
-def n_marginals_sinkhorn(logits: Tensor, p: P) -> Tensor:
-    """Iterates with log marginals of 1 / n a row and column, and multiplies the result by n."""
-    n, z = logits.shape[-1], logits / 0.5
-    marginal = torch.full((n,), -math.log(n))
-    u = v = torch.zeros(logits.shape[:-1])
-    for _ in range(ITERS):
-        u = marginal - torch.logsumexp(z + v.unsqueeze(-2), dim=-1)
-        v = marginal - torch.logsumexp(z + u.unsqueeze(-1), dim=-2)
-    return torch.exp(z + u.unsqueeze(-1) + v.unsqueeze(-2)) * n
 
 
 def gates_written_out(
@@ -491,7 +480,8 @@ REFERENCE_MODELS: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
     "motif": (motif, {}),
     "marginals_sinkhorn": (marginals_sinkhorn, {"mhc_sinkhorn": 1}),
     "logsumexp_sinkhorn": (logsumexp_sinkhorn, {"mhc_sinkhorn": 1}),
-    "n_marginals_sinkhorn": (n_marginals_sinkhorn, {"mhc_sinkhorn": 1}),
+    # Log marginals of 1 / n a row and column, and n times the result.
+    "n_marginals_sinkhorn": (lambda x, p: marginals_sinkhorn(x, p, -math.log(N)) * N, {"mhc_sinkhorn": 1}),
     "half_tanh": (lambda x, p: gates_written_out(x, p, lambda z: (1 + torch.tanh(z / 2)) / 2), BOTH),
     "log_sigmoid": (lambda x, p: gates_written_out(x, p, lambda z: F.logsigmoid(z).exp()), BOTH),
     "alpha_of_the_sum": (lambda x, p: gates_written_out(x, p, torch.sigmoid, inside=True), BOTH),
