@@ -363,48 +363,29 @@ def _norm_m(m: Tensor, p: Loop) -> Tensor:
     return AXES["norm"][p.picks["norm"]](m)
 
 
-def _step(
-    p: Loop, t: int, S: Tensor, M: Tensor, k: Tensor, v: Tensor, q: Tensor, m: Tensor, b_s: Any, b_m: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, columns, bias, delta = (p.part(axis, t) for axis in ("rows", "columns", "bias", "delta"))
-    sigmoid = p.part("sigmoid", t)
-    r, c = sigmoid(bias(rows(M, k), b_s)), sigmoid(bias(columns(M, k), b_s))
-    d = delta(v, rows(S, k))
-    S = p.part("update", t)(p, r, S, c, d, k)
-    pg, w = sigmoid(bias(rows(S, m), b_m)), sigmoid(bias(columns(S, m), b_m))
-    g = delta(d, rows(M, m))
-    M = p.part("update", t)(p, pg, M, w, g, m)
-    return S, M, p.part("output", t)(rows(S, q))
-
-
-_FIXED: dict[str, Part] = {"norm_m": _norm_m, "step": _step}
-
-
-# --- mutants ------------------------------------------------------------------------------------------------
-
-
-def _mutant_step(**changes: Any) -> Part:
+def _step_with(**changes: Any) -> Part:
     """Returns a step in which some values are replaced; each change is a function of the values computed so far."""
 
     def step(
         p: Loop, t: int, S: Tensor, M: Tensor, k: Tensor, v: Tensor, q: Tensor, m: Tensor, b_s: Any, b_m: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, columns = p.part("rows", t), p.part("columns", t)
+        rows, columns, bias, delta = (p.part(axis, t) for axis in ("rows", "columns", "bias", "delta"))
+        sigmoid, update = p.part("sigmoid", t), p.part("update", t)
         e: dict[str, Any] = {"S": S, "M": M, "k": k, "v": v, "q": q, "m": m, "rows": rows, "columns": columns, "p": p}
-        bias = p.part("bias")
         lines: dict[str, Callable[[], Any]] = {
-            "r": lambda: torch.sigmoid(bias(rows(M, k), b_s)),
-            "c": lambda: torch.sigmoid(bias(columns(M, k), b_s)),
-            "d": lambda: v - rows(S, k),
-            "S1": lambda: p.part("update", t)(p, e["r"], S, e["c"], e["d"], k),
-            "pg": lambda: torch.sigmoid(bias(rows(e["S1"], m), b_m)),
-            "w": lambda: torch.sigmoid(bias(columns(e["S1"], m), b_m)),
-            "g": lambda: e["d"] - rows(M, m),
-            "M1": lambda: p.part("update", t)(p, e["pg"], M, e["w"], e["g"], m),
+            "r": lambda: sigmoid(bias(rows(M, k), b_s)),
+            "c": lambda: sigmoid(bias(columns(M, k), b_s)),
+            "d": lambda: delta(v, rows(S, k)),
+            "S1": lambda: update(p, e["r"], S, e["c"], e["d"], k),
+            "pg": lambda: sigmoid(bias(rows(e["S1"], m), b_m)),
+            "w": lambda: sigmoid(bias(columns(e["S1"], m), b_m)),
+            "g": lambda: delta(e["d"], rows(M, m)),
+            "M1": lambda: update(p, e["pg"], M, e["w"], e["g"], m),
             "y": lambda: rows(e["S1"], q),
-            "out": lambda: e["y"] * F.silu(e["y"]),
+            "out": lambda: p.part("output", t)(e["y"]),
         }
-        e["b_s"], e["b_m"] = (torch.zeros_like(v) if b is None else b for b in (b_s, b_m))
+        if changes:
+            e["b_s"], e["b_m"] = (torch.zeros_like(v) if b is None else b for b in (b_s, b_m))
         for name, line in lines.items():
             e[name] = changes[name](e) if name in changes else line()
         return e["S1"], e["M1"], e["out"]
@@ -412,8 +393,13 @@ def _mutant_step(**changes: Any) -> Part:
     return step
 
 
+_FIXED: dict[str, Part] = {"norm_m": _norm_m, "step": _step_with()}
+
+# --- mutants ------------------------------------------------------------------------------------------------
+
+
 def _wrong(name: str, **changes: Any) -> None:
-    MUTATIONS[name] = ("step", _mutant_step(**changes))
+    MUTATIONS[name] = ("step", _step_with(**changes))
 
 
 _sig, _up = torch.sigmoid, AXES["update"]["plain"]
