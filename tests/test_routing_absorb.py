@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from mhc_inductor import routing
-from mhc_inductor.options import RoutingOptions
 from mhc_inductor.routing import Verifier
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.view import Knowledge, View
@@ -21,7 +20,7 @@ from mhc_inductor.routing.operators.selection.absorb import Absorbed, absorption
 from tests.formulas.reference_models_selection import repeat_kv
 from tests.oracles.mhc import relative
 from tests.tools import capture
-from tests.tools.capture import Captured, difference, eager, named_tensors, not_worse, reasons, run
+from tests.tools.capture import Captured, alike, difference, eager, named_tensors, not_worse, reasons, run
 
 H, NOPE, V, ROPE, LATENT, DIM, TOPK = 3, 6, 5, 4, 8, 24, 4
 Kv = Callable[["Latent", Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -345,11 +344,8 @@ def test_values_used_elsewhere_stay() -> None:
 def test_copies_into_slices_are_routed_and_verified() -> None:
     """K assembled by copies into slices is an input like any other, in training too."""
     model, inputs = model_of("copies"), data()
-    parameters = [*model.named_parameters()]
-    got = run(model, inputs, parameters, options=RoutingOptions())
-    assert got.ops["selection_attention"] == 1, reasons(got)
+    got = alike(model, inputs, model.named_parameters(), {"selection_attention": 1}, within=1e-12)
     assert all(r.error is not None and r.error < 1e-10 for r in got.report.routed)
-    assert difference(got, eager(model, inputs, parameters)) < 1e-12
 
 
 # --- precision, modes, gradients ---

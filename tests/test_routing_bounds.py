@@ -19,6 +19,7 @@ from mhc_inductor.report import Report
 from mhc_inductor.routing import route
 from mhc_inductor.routing.graph.copies import copied
 from tests.formulas import laws
+from tests.tools.capture import looking
 from tests.tools.work import MOST, Work
 
 N, D, TOKENS = 4, 16, 6
@@ -31,15 +32,13 @@ def routed(fn: Case, *inputs: Tensor) -> tuple[Report, int]:
     """Returns the report of the pass over ``fn``'s graphs, and the calls that it made in the second of two runs."""
     report, work = Report(), Work()
 
-    def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+    def look(gm: torch.fx.GraphModule) -> None:
         route(copied(gm))  # imports, and fills caches
         copy = copied(gm)
         with work.counted():
             report.extend(route(copy))
-        return gm.forward
 
-    torch._dynamo.reset()
-    torch.compile(fn, backend=backend)(*inputs)
+    looking(fn, look)[0](*inputs)
     assert not report.problems, report.problems
     return report, work.calls
 

@@ -23,23 +23,19 @@ from mhc_inductor.report import Report
 from mhc_inductor.routing import route
 from tests.formulas.reference_models_e79 import DIM, REFERENCE_MODELS, STATE, CoupledCell, Layer
 from tests.formulas.spellings_e79 import AXES, MUTATIONS, Loop, Settings, mutants, plain, singles, spellings
-from tests.tools.capture import Captured, alike, difference, eager, evaluate, not_worse, reasons, run
+from tests.tools.capture import Captured, alike, difference, eager, looking, not_worse, reasons, run, through_inductor
 from tests.tools.work import Work
 
 CHUNK, RANDOM, SEED = 13, 65, 0
 ONE = {"e79_scan": 1}
-SCAN = torch.ops.mhc_inductor.e79_scan.default
-
-
-def _scans(got: Captured) -> list[torch.fx.Node]:
-    return [node for gm in got.graphs for node in gm.graph.nodes if node.target is SCAN]
+SCAN = "mhc_inductor.e79_scan"
 
 
 def _exact(loop: Loop) -> Captured:
     """Runs the loop in fp64 on the same numbers."""
     grad = loop.settings.mode != "no_grad"
     wide = dataclasses.replace(loop, settings=dataclasses.replace(loop.settings, mode="train"))
-    return Captured(*evaluate(wide, [t.double() for t in loop.inputs()], (), grad))
+    return eager(wide, [t.double() for t in loop.inputs()], (), grad)
 
 
 def _run(loop: Loop, *, routed: bool = True, dynamo: bool = True) -> tuple[Captured, Captured]:
@@ -56,7 +52,7 @@ def assert_one_scan(loop: Loop) -> None:
     words = ("einsum", "matmul", "bmm", "sigmoid", "silu", "addcmul", "setitem")
     left = [name for name in names if any(word in name for word in words)]
     assert not left, f"{loop.name}: {left} of the loop are left"
-    segment = _scans(got)[0].args[5]
+    segment = got.nodes(SCAN)[0].args[5]
     assert (segment > 0) == (loop.settings.mode != "no_grad"), f"{loop.name}: segment {segment}"
     not_worse(loop.name, got, unrouted, _exact(loop))
 
@@ -142,7 +138,7 @@ def test_one_odd_step_in_the_middle_ends_the_scan(mutant: str) -> None:
     """Checks that steps 0 and 1 are one scan, 3 and 4 another, step 2 stays, and the results are eager's."""
     loop = dataclasses.replace(plain(Settings(T=5)), mutant=mutant, where=2)
     got, unrouted = _run(loop)
-    assert [node.args[0].meta["example_value"].shape[0] for node in _scans(got)] == [2, 2]
+    assert [node.args[0].meta["example_value"].shape[0] for node in got.nodes(SCAN)] == [2, 2]
     assert REASONS[mutant] in reasons(got)
     assert difference(got, unrouted) < 1e-5
 
@@ -182,7 +178,7 @@ def test_state_carried_from_call_to_call(bias: str, steps: int) -> None:
     torch.manual_seed(1)
     cell, x = CoupledCell(bias), torch.randn(steps, 2, DIM)
     state = [torch.randn(2, STATE, STATE) for _ in range(2)]
-    (scan,) = _scans(alike(cell, (x, *state), cell.named_parameters()))
+    (scan,) = alike(cell, (x, *state), cell.named_parameters()).nodes(SCAN)
     assert scan.args[3] is not None and scan.args[4] is not None
 
 
@@ -190,8 +186,8 @@ def test_a_projection_of_everything_goes_into_the_op_without_a_copy() -> None:
     loop = plain(Settings(final="none", bias="none"))
     got, _ = _run(loop)
     assert [node.op for node in got.graphs[0].graph.nodes if node.op.startswith("call_")] == ["call_function"] * 2
-    assert _scans(got)[0].args[0].op == "placeholder"
-    assert _scans(got)[0].args[3:5] == (None, None), "initial states of zeros are not handed over"
+    assert got.nodes(SCAN)[0].args[0].op == "placeholder"
+    assert got.nodes(SCAN)[0].args[3:5] == (None, None), "initial states of zeros are not handed over"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +202,7 @@ def test_the_four_vectors_are_found_side_by_side(slices: str) -> None:
 def test_one_step_is_routed_for_decoding() -> None:
     cell = CoupledCell("fixed").eval()
     x, state = torch.randn(1, 3, DIM), [torch.randn(3, STATE, STATE) for _ in range(2)]
-    assert _scans(alike(cell, (x, *state), ops=ONE, grad=False))[0].args[5] == 0
+    assert alike(cell, (x, *state), ops=ONE, grad=False).nodes(SCAN)[0].args[5] == 0
 
 
 # --- the loop's surroundings --------------------------------------------------------------------------------
@@ -355,14 +351,16 @@ def test_outputs_fed_back_make_a_scan_of_each_step() -> None:
         return S, M, x
 
     got = alike(fn, (_kvqm(),))
-    assert [node.args[0].meta["example_value"].shape[0] for node in _scans(got)] == [1, 1, 1], reasons(got)
+    assert [node.args[0].meta["example_value"].shape[0] for node in got.nodes(SCAN)] == [1, 1, 1], reasons(got)
     assert "depends on its result" in reasons(got)
 
 
 def test_a_state_changed_in_place_between_steps_forbids_the_scan() -> None:
     fn = lambda kvqm: joined(kvqm, after=lambda t, S, M, out: (S[0].zero_(), (S, M))[1])  # noqa: E731
     got = alike(fn, (_kvqm(),), grad=False, within=1e-6)
-    assert all(node.args[0].meta["example_value"].shape[0] == 1 for node in _scans(got)), "steps joined over a change"
+    assert all(node.args[0].meta["example_value"].shape[0] == 1 for node in got.nodes(SCAN)), (
+        "steps joined over a change"
+    )
 
 
 def test_a_buffer_that_is_read_while_it_is_filled_stays_one() -> None:
@@ -440,7 +438,7 @@ def test_a_higher_order_scan_is_routed(grad: bool, dynamic: bool) -> None:
     got = alike(_by_scan, _given(), ops=ONE, grad=grad, dynamic=dynamic)
     (gm,) = got.graphs
     assert not [node for node in gm.graph.nodes if node.op == "get_attr"], "the body is left"
-    assert _scans(got)[0].args[0].op == "placeholder", "k, v, q and m are copied together"
+    assert got.nodes(SCAN)[0].args[0].op == "placeholder", "k, v, q and m are copied together"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -470,44 +468,30 @@ def test_explain_covers_all_three_entry_points() -> None:
 # --- through Inductor ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def counted() -> Any:
-    torch._dynamo.reset()
-    before = mhc_inductor.counters()
-
-    def since() -> dict[str, int]:
-        return {k: v - before.get(k, 0) for k, v in mhc_inductor.counters().items() if v != before.get(k, 0)}
-
-    yield since
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("name", ["fixed bias", "layer", "batch first, fp32 inside"])
-def test_compiled_with_inductor(name: str, mode: str, counted: Callable[[], dict[str, int]]) -> None:
+def test_compiled_with_inductor(name: str, mode: str) -> None:
     make, shape, count = REFERENCE_MODELS[name]
     torch.manual_seed(0)
     module, x = make(), torch.randn(shape)
-    named, grad = list(module.named_parameters()), mode == "training"
-    compiled = torch.compile(module, backend="mhc_inductor")
-    got = Captured(*evaluate(compiled, (x,), named, grad))
-    assert counted()["routed e79_scan"] == count
-    assert difference(got, eager(module, (x,), named, grad)) < 1e-4
+    given = module, (x,), list(module.named_parameters()), mode == "training"
+    got = through_inductor(*given)
+    assert got.ops["e79_scan"] == count
+    assert difference(got, eager(*given)) < 1e-4
 
 
-def test_a_long_loop_compiles_with_bounded_work(counted: Callable[[], dict[str, int]]) -> None:
+def test_a_long_loop_compiles_with_bounded_work() -> None:
     """Routes 64 steps with gradients; plain Inductor takes some seconds per step."""
     steps = 64
     loop = plain(Settings(T=steps, n=8))
     (given, *rest) = loop.inputs()
     found, work = Report(), Work()
 
-    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+    def look(gm: torch.fx.GraphModule) -> None:
         with work.counted():
             found.extend(route(gm))
-        return gm.forward
 
-    torch.compile(loop, backend=backend)(given, *rest)
+    looking(loop, look)[0](given, *rest)
     assert [r.op for r in found.routed] == ["e79_scan"] and found.nodes > 35 * steps
     assert work.calls < 150_000 * steps, f"{work.calls} calls to find {steps} steps"
 

@@ -13,27 +13,15 @@ from torch.nn.functional import dropout, hardtanh, relu
 
 from mhc_inductor import compat
 from mhc_inductor.routing import effects
-from mhc_inductor.routing.effects import Effects, ambient
+from mhc_inductor.routing.effects import Effects
 from mhc_inductor.routing.graph.values import example, run_fake
-from mhc_inductor.routing.graph.view import Knowledge, View
 from tests.formulas import laws_writes
+from tests.tools.capture import view_of
 
 _LIBRARY = torch.library.Library("routing_effects", "FRAGMENT")
 _LIBRARY.define("pure(Tensor x) -> Tensor")
 _LIBRARY.impl("pure", lambda x: x * 2, "CompositeExplicitAutograd")
 torch.library.register_fake("routing_effects::pure", torch.empty_like)
-
-
-def view_of(fn: Callable[..., Any], *args: Tensor) -> View:
-    views: list[View] = []
-
-    def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        views.append(View(gm.graph, ambient(), Knowledge()))
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(fn, backend=backend, fullgraph=True)(*args)
-    return views[0]
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {

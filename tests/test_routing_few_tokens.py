@@ -27,7 +27,7 @@ from tests.formulas.reference_models_selection import window_and_blocks
 from tests.formulas.spellings_e79 import plain
 from tests.test_routing_e79 import _by_scan, _given
 from tests.test_routing_verify_process import CONTEXTS, watched
-from tests.tools.capture import Captured, difference, eager, evaluate, interpreted, run
+from tests.tools.capture import difference, eager, interpreted, run, through_inductor
 
 N, WIDTH, ITERS, EPS = 4, 16, 3, 1e-6
 EVERY = {"mhc_pre", "mhc_post"}
@@ -134,9 +134,7 @@ def test_a_compile_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compile gives where an op is refused is the formula, gradients included."""
     wrong(monkeypatch, *WRONG["factor"])
     inputs = given(2, 3)
-    torch._dynamo.reset()
-    got = Captured(*evaluate(torch.compile(site, backend="mhc_inductor"), inputs))
-    assert difference(got, eager(site, inputs)) < 1e-5
+    assert difference(through_inductor(site, inputs), eager(site, inputs)) < 1e-5
     report = mhc_inductor.explain(site, *inputs)
     assert not report.routed and [m for m in report.near_misses if "verified on random data" in m.reason]
 

@@ -30,10 +30,9 @@ def routed(got: Captured, keys: int, family: str = "") -> None:
     op = "index_scores" if family == GLM else "index_topk"
     assert [r.op for r in got.report.routed] == [op], reasons(got)
     assert got.ops[op] == 1 and not got.report.problems
-    for gm in got.graphs:
-        for node in gm.graph.nodes:
-            shape = [s for s in getattr(node.meta.get("example_value"), "shape", ()) if isinstance(s, int)]
-            assert not (len(shape) == 4 and HEADS in shape and shape[-1] == keys), node
+    for node in got.nodes():
+        shape = [s for s in getattr(node.meta.get("example_value"), "shape", ()) if isinstance(s, int)]
+        assert not (len(shape) == 4 and HEADS in shape and shape[-1] == keys), node
 
 
 def chosen(fn: Any, x: list[Tensor]) -> tuple[Tensor, Tensor]:

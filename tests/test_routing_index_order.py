@@ -7,6 +7,7 @@ Values that ``topk`` returns with them stay, too, but for marks of picks that ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.tools.capture import Captured, difference, eager, reasons, run
+from tests.tools.attentions import equal, same
+from tests.tools.capture import Captured, alike, eager, reasons, run
 
 B, S, H, D, K = 2, 20, 16, 8, 6
 BATCH = torch.arange(B)[:, None, None]
@@ -78,18 +80,17 @@ BY_RANK: dict[str, tuple[Use, str]] = {
 }  # fmt: skip
 
 
-def _run(use: Use) -> tuple[Captured, Captured]:
+def used(use: Use, within: float) -> Captured:
     def fn(q: Tensor, k: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return use(chosen(q, k, w), chosen(q.flip(2), k, w), x, y)
 
-    return run(fn, given()[:5]), eager(fn, given()[:5])
+    return alike(fn, given()[:5], within=within)
 
 
 @pytest.mark.parametrize("name", BY_RANK)
 def test_keys_that_are_used_by_their_rank_stay(name: str) -> None:
     use, reason = BY_RANK[name]
-    got, want = _run(use)
-    assert difference(got, want) == 0.0
+    got = used(use, 0.0)
     assert not got.ops["index_topk"] and reason in reasons(got), reasons(got)
 
 
@@ -159,9 +160,8 @@ AS_A_SET: dict[str, Use] = {
 
 @pytest.mark.parametrize("name", AS_A_SET)
 def test_keys_that_are_used_as_a_set_are_routed(name: str) -> None:
-    got, want = _run(AS_A_SET[name])
+    got = used(AS_A_SET[name], 2e-6)
     assert got.ops["index_topk"] == 1, reasons(got)
-    assert difference(got, want) < 2e-6
 
 
 @pytest.mark.parametrize("ranked", [False, True])
@@ -177,10 +177,9 @@ def test_a_fill_that_is_a_dynamic_number_of_keys_has_no_rank(ranked: bool) -> No
 
     g = torch.Generator().manual_seed(2)
     x = [torch.randn(*shape, generator=g) for shape in ((B, S, H, D), (B, S + 4, D), (B, S, H), (B, S, D))]
-    got = run(fn, x, dynamic=None, symbolic=[(1, 1)])
+    got = alike(fn, x, within=2e-6, dynamic=None, symbolic=[(1, 1)])
     assert got.ops["index_topk"] == (not ranked), reasons(got)
     assert ("by their place" in reasons(got)) == ranked
-    assert difference(got, eager(fn, x)) < 2e-6
 
 
 def _checkpointed(i: Tensor, use: Callable[[Tensor], Tensor]) -> Tensor:
@@ -274,42 +273,26 @@ def formula(use: Marking, masked: Masked) -> Callable[..., tuple[Tensor, Tensor]
     return fn
 
 
-def same(got: Captured, want: Captured) -> None:
-    """Asserts equal results and gradients, NaN included: rows without keys may give some."""
-    assert got.grads.keys() == want.grads.keys()
-    assert [o.requires_grad for o in got.outputs] == [o.requires_grad for o in want.outputs]
-    grads = [(got.grads[name], grad) for name, grad in want.grads.items()]
-    for a, b in [*zip(got.outputs, want.outputs, strict=True), *grads]:
-        assert (a is None) == (b is None)
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-DYNAMIC = [(n, 1) for n in range(6)] + [(5, 2)]
+def marked(fn: Callable[..., Any], x: list[Tensor], **options: Any) -> Captured:
+    """Asserts that the op marks picks, with equal results and gradients, NaN included: rows without keys may give some."""
+    got = same(fn, x, **options)
+    assert got.ops["index_topk_scores"] == 1 and not got.ops["index_scores"], reasons(got)
+    return got
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("mark", MARKS)
 def test_marks_of_hidden_picks_are_routed(mark: str, mask: str) -> None:
-    fn, x = formula(MARKS[mark], MASKS[mask]), given()
-    got = run(fn, x)
-    assert got.ops["index_topk_scores"] == 1 and not got.ops["index_scores"], reasons(got)
-    same(got, eager(fn, x))
-    big = [
-        n
-        for gm in got.graphs
-        for n in gm.graph.nodes
-        if "topk" in str(n.target) and "mhc_inductor" not in str(n.target)
-    ]
+    got = marked(formula(MARKS[mark], MASKS[mask]), given())
+    big = [n for n in got.nodes("topk") if "mhc_inductor" not in str(n.target)]
     assert not big, "torch.topk still reads scores of all keys"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mark", ["== -inf", "one more slot", "> -inf"])
 def test_marks_with_dynamic_sizes(mark: str, dtype: torch.dtype) -> None:
-    fn, x = formula(MARKS[mark], MASKS["data"]), given(dtype)
-    got = run(fn, x, dynamic=None, symbolic=DYNAMIC)
-    assert got.ops["index_topk_scores"] == 1, reasons(got)
-    same(got, eager(fn, x))
+    sizes = [*((n, 1) for n in range(6)), (5, 2)]
+    marked(formula(MARKS[mark], MASKS["data"]), given(dtype), dynamic=None, symbolic=sizes)
 
 
 @pytest.mark.parametrize("mark", ["== -inf", "isinf", "isfinite", "> -inf", "not isnan", "one more slot", "counted"])
@@ -325,10 +308,7 @@ def test_scores_that_are_not_finite_keep_their_marks(mark: str, mask: str) -> No
 
 
 def test_a_finite_fill_marks_hidden_picks() -> None:
-    fn, x = formula(MARKS["<= lowest"], lambda x, m: torch.where(m, x, LOWEST)), given()
-    got = run(fn, x)
-    assert got.ops["index_topk_scores"] == 1, reasons(got)
-    same(got, eager(fn, x))
+    marked(formula(MARKS["<= lowest"], lambda x, m: torch.where(m, x, LOWEST)), given())
 
 
 VALUES = "values of topk are used"
@@ -360,4 +340,4 @@ def test_other_uses_of_values_keep_topk(name: str) -> None:
     got, want = run(fn, x), eager(fn, x)
     assert not got.ops["index_topk_scores"] and reason in reasons(got), reasons(got)
     hidden = "returned" in name or "added" in name
-    same(got, want) if not hidden else torch.testing.assert_close(got.outputs[0][:, K:], want.outputs[0][:, K:])
+    equal(got, want) if not hidden else torch.testing.assert_close(got.outputs[0][:, K:], want.outputs[0][:, K:])

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.report import Report
-from mhc_inductor.routing import route
 from tests.formulas.reference_models_mhc import WIDTH, N, _balanced, around, parameters
-from tests.tools.capture import alike, difference, eager, interpreted, run
+from tests.tools.capture import alike, difference, eager, interpreted, looking, run
 
 Matrix = Callable[[Tensor], Tensor]
 TOKENS = 200
@@ -40,15 +39,9 @@ CHANGING: dict[str, Callable[[Tensor, float], Tensor]] = {
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_number_that_may_change(name: str) -> None:
     """It is a symbol of the second graph. The iterations hold for its present value, which a guard keeps."""
-    reports, logits = list[Report](), torch.randn(7, N, N, requires_grad=True)
-
-    def backend(gm: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Tensor]:
-        reports.append(route(gm))
-        return gm.forward
-
-    torch._dynamo.reset()
+    logits = torch.randn(7, N, N, requires_grad=True)
     with torch._dynamo.config.patch(specialize_float=False):
-        compiled = torch.compile(lambda z, number: CHANGING[name](z, number), backend=backend)
+        compiled, reports = looking(lambda z, number: CHANGING[name](z, number))
         for number in (0.25, 0.5, 0.125):
             torch.testing.assert_close(compiled(logits, number), CHANGING[name](logits, number))
     assert [r.op for r in reports[1].routed][:1] == ["mhc_sinkhorn"]
@@ -144,7 +137,7 @@ def test_iterations_of_something_else_are_not_folded_into_mhc_pre(name: str) -> 
     x = torch.randn(TOKENS, N, WIDTH, generator=torch.Generator().manual_seed(1))
     fn = functools.partial(around, p=p, matrix=OTHER[name])
     got = alike(fn, (x,), p.items(), within=1e-4)
-    held = [n.args[9] for gm in got.graphs for n in gm.graph.nodes if "mhc_pre" in str(n.target)]
+    held = [n.args[9] for n in got.nodes("mhc_pre")]
     assert held == [0], (held, got.report.near_misses)
 
 
@@ -158,7 +151,7 @@ def test_a_small_eps_that_is_added_is_no_bound() -> None:
         return m
 
     got = run(fn, (_logits()[:5] * 1.0,))
-    calls = [n.args[1:] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)]
+    calls = [n.args[1:] for n in got.nodes("mhc_sinkhorn")]
     assert calls == [(3, 1e-12, "exp_eps")], got.report.near_misses
 
 
@@ -203,7 +196,7 @@ def test_iterations_that_nobody_foresaw(fn: Matrix, form: str, tokens: list[int]
     z = _logits()[:5]
     _of_a_parameter(fn, z.clone())
     got = run(fn, (z,), symbolic=tokens)
-    calls = [n.args[1:] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)]
+    calls = [n.args[1:] for n in got.nodes("mhc_sinkhorn")]
     assert calls == [(4, 1e-5, form)], got.report.near_misses
 
 

@@ -17,12 +17,11 @@ from torch import Tensor, fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mhc_inductor import compat
-from mhc_inductor.report import Report
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph import known_calls
 from mhc_inductor.routing.graph.known_calls import KnownCalls
 from mhc_inductor.routing.graph.view import Knowledge, View
-from tests.tools.capture import interpreted, run
+from tests.tools.capture import looking, run
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +31,9 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _captured(fn: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> fx.GraphModule:
     """Returns Dynamo's graph of ``fn``."""
-    seen: list[fx.GraphModule] = []
-    torch._dynamo.reset()
-    torch.compile(fn, backend=interpreted(Report(), seen, routed=False), dynamic=dynamic)(*inputs)
-    return seen[0]
+    compiled, graphs = looking(fn, lambda gm: gm, dynamic=dynamic)
+    compiled(*inputs)
+    return graphs[0]
 
 
 def _analysed(fn: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> View:

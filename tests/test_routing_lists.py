@@ -8,7 +8,6 @@ stands. Sizes are odd, heads share one group of keys, and every mask leaves out 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +18,14 @@ from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.source_hash import ROOT
 from mhc_inductor.routing import route
-from mhc_inductor.routing.operators.selection import profit
 from tests.tools.attentions import routed
-from tests.tools.capture import Captured, difference, eager, run
+from tests.tools.capture import Captured, alike, difference, run
 from tests.tools.fakecuda import generated_code
 
 S, WINDOW, ENTRIES, PICKED, RATIO, HEADS, D = 41, 7, 18, 3, 5, 4, 8
 MIN = torch.finfo(torch.float32).min
-LISTS = torch.ops.mhc_inductor.selection_list_attention.default
+LISTS = "mhc_inductor.selection_list_attention"
 
 
 def _generator() -> torch.Generator:
@@ -174,7 +171,7 @@ def _model(window: str, second: str, sink: bool, attend: Callable[..., Tensor]) 
 
 def _check(fn: Callable[..., Any], given: tuple[Tensor, ...]) -> Captured:
     got = routed(fn, given)
-    assert any(node.target is LISTS for node in got.graphs[0].graph.nodes)
+    assert got.nodes(LISTS)
     return got
 
 
@@ -202,7 +199,7 @@ def test_keys_and_values_of_one_tensor_are_read_once() -> None:
         return _model("padded", "scattered", True, written)(q, k, k, *rest)
 
     got = _check(fn, inputs(entries=ENTRIES))
-    (call,) = (node for node in got.graphs[0].graph.nodes if node.target is LISTS)
+    (call,) = got.nodes(LISTS)
     assert call.args[2] is None
 
 
@@ -234,7 +231,7 @@ def test_segments_of_another_row_are_not_ones_own() -> None:
         return written(q, k, v, same & near & late & scattered(indices, S), sink)
 
     given = inputs(packed=True)
-    assert difference(run(fn, given), eager(fn, given)) < 2e-6
+    alike(fn, given, within=2e-6)
 
 
 @pytest.mark.parametrize(("window", "second", "sink"), CASES)
@@ -346,8 +343,7 @@ def test_a_mask_that_is_written_in_place_is_read_as_it_is(place: str, write: str
         return out + more
 
     # Eager checkpoints refuse gradients of a region that writes what it is given.
-    grad = not place.startswith("inside")
-    assert difference(run(fn, inputs(), (), grad), eager(fn, inputs(), (), grad)) < 2e-6
+    alike(fn, inputs(), grad=not place.startswith("inside"), within=2e-6)
 
 
 LOOKUPS = {
@@ -398,63 +394,6 @@ def test_lists_of_keys_of_two_parts(window: str, second: str, side: str, grad: b
         codes = generated_code(lambda: compiled(*given))
     # A fill that Dynamo left dynamic is looked at twice: first as a mask that is data.
     assert {*ops} == {"selection_attention"} and "selection_list_attention" in codes[0]
-
-
-# --- the rule ---------------------------------------------------------------------------------------------------
-
-
-def test_the_rule_follows_the_measurements() -> None:
-    """Recomputes what the rule assumes of the list kernels from their results: no more speed than was measured."""
-    kept = json.loads((ROOT / "benchmarks" / "results" / "lists.json").read_text())
-    measured: dict[str, dict[str, dict[str, float]]] = {}
-    for row in kept["rows"]:
-        if row["variant"] == "ops" and row["case"] != "decode":
-            measured.setdefault(row["case"], {})[row["what"]] = row
-    assert measured
-    for case, rows in measured.items():
-        fwd, training = rows["fwd"], rows["fb"]
-        operations = 2 * fwd["S"] * fwd["n"] * fwd["h"] * (fwd["Dk"] + fwd["Dv"])
-        seconds = operations / (0.9 * profit.LIST_FLOPS)
-        assert fwd["median_us"] * 1e-6 <= seconds, case
-        wide = fwd["Dk"] + fwd["Dv"] >= profit.WIDE
-        slower = profit.WIDE_LIST_TRAINING if wide else profit.LIST_TRAINING
-        assert training["median_us"] * 1e-6 <= slower * seconds, case
-
-
-def _of_the_rule() -> list[dict[str, Any]]:
-    return json.loads((ROOT / "benchmarks" / "results" / "rule.json").read_text())["rows"]
-
-
-def test_the_rule_follows_what_dense_attention_takes() -> None:
-    """Recomputes the figures of the dense side: a large product, and a softmax that is written out."""
-    rows = {(r["variant"], r["what"]): r for r in _of_the_rule() if "tokens" not in r}
-    product = rows["torch", "product"]
-    assert 2 * product["size"] ** 3 / (product["median_us"] * 1e-6) >= profit.PRODUCT_FLOPS
-    for what, times in (("fwd", 1.0), ("fb", profit.WRITTEN_TRAINING)):
-        whole, alone = rows["softmax written out", what], rows["products alone", what]
-        scores = whole["batch"] * whole["heads"] * whole["queries"] * whole["keys"]
-        seconds = (whole["median_us"] - alone["median_us"]) * 1e-6 / scores
-        assert seconds == pytest.approx(profit.WRITTEN * times, rel=0.05), what
-
-
-@pytest.mark.parametrize("what", ["fwd", "fb"])
-@pytest.mark.parametrize("length", [4096, 8192, 16384])
-def test_the_rule_chooses_the_side_that_was_faster(length: int, what: str) -> None:
-    """Compares the rule's estimates and its choice with a layer of DeepSeek-V3.2 that was measured both ways."""
-    rows = {
-        r["variant"]: r["median_us"] * 1e-6 for r in _of_the_rule() if (r.get("tokens"), r["what"]) == (length, what)
-    }
-    sizes, training = _v32(length), what == "fb"
-    assert profit.dense_seconds(sizes, training) == pytest.approx(rows["dense"], rel=0.08)
-    assert rows["ops"] < profit.list_seconds(sizes, training) * 1.05 < rows["ops"] * 1.6
-    assert (not profit.list_refusal(sizes, training)) is (rows["ops"] < rows["dense"])
-
-
-def _v32(length: int) -> profit.Sizes:
-    """Returns the sizes of DeepSeek-V3.2 with 32 heads: 2048 of ``length`` keys, a latent of 512 and 64 shared."""
-    latent = profit.Latent(32, 512, 64, 1)
-    heads: dict[str, Any] = {"heads": 1, "width": 192, "values": 128, "groups": 32, "fused": True, "latent": latent}
-    return profit.Sizes("cuda", torch.bfloat16, length, length, selected=2048, **heads)
 
 
 # --- what stays -------------------------------------------------------------------------------------------------

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 import mhc_inductor
-from mhc_inductor.report import Report
-from mhc_inductor.routing import route
 from mhc_inductor.routing.operators.mhc import own_backward
-from tests.formulas.reference_models_mhc import ITERS, WIDTH, N, P, around, parameters
+from tests.formulas.reference_models_mhc import ITERS, WIDTH, N, around, parameters
 from tests.test_routing_mhc_laws import reasons, streams
-from tests.tools.capture import Captured, alike, difference, eager, run
+from tests.tools.attentions import equal
+from tests.tools.capture import Captured, alike, eager, looking, run, through_inductor
 
 EPS = 1e-6
 LOOKED_THROUGH = {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1}
@@ -96,14 +95,16 @@ def function(backward: Fn, form: str) -> Fn:
     return own(functools.partial(iterations, form), functools.partial(backward, form))
 
 
-def both(fn: Fn, p: P, ops: Any = None, **options: Any) -> Captured:
+def both(matrix: Fn, ops: Any = None, **options: Any) -> Captured:
+    """Runs a site with these iterations as ``alike`` does."""
+    p = parameters()
+    fn = functools.partial(around, p=p, matrix=matrix)
     return alike(fn, (streams(),), p.items(), ops, dynamic=None, **options)
 
 
 def stays(matrix: Fn) -> Captured:
     """Runs a site with these iterations, whose Function stays in the graph."""
-    p = parameters()
-    got = both(functools.partial(around, p=p, matrix=matrix), p)
+    got = both(matrix)
     assert "autograd_function_apply" in str(got.graphs[0].graph), reasons(got)
     return got
 
@@ -111,8 +112,7 @@ def stays(matrix: Fn) -> Captured:
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("form", ["softmax", "exp"])
 def test_a_derivative_written_by_hand(form: str, dynamic: bool) -> None:
-    p, balanced = parameters(), function(by_hand, form)
-    got = both(lambda x: around(x, p, balanced), p, LOOKED_THROUGH, symbolic=(0, 1) if dynamic else ())
+    got = both(function(by_hand, form), LOOKED_THROUGH, symbolic=(0, 1) if dynamic else ())
     assert [r.op for r in got.report.routed if r.detail.endswith(OWN)] == ["mhc_sinkhorn"]
     assert not got.report.near_misses and "autograd_function_apply" not in str(got.graphs[0].graph)
 
@@ -121,15 +121,12 @@ def test_a_derivative_written_by_hand(form: str, dynamic: bool) -> None:
 @pytest.mark.parametrize("backward", [by_autograd, by_backward])
 def test_a_backward_that_runs_the_iterations_again(backward: Fn) -> None:
     """Megatron's, where Dynamo traces it: then all leaf tensors are arguments of the Function's call."""
-    p, balanced = parameters(), function(backward, "softmax")
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        got = both(lambda x: around(x, p, balanced), p, LOOKED_THROUGH)
-    assert not got.report.near_misses
+        assert not both(function(backward, "softmax"), LOOKED_THROUGH).report.near_misses
 
 
 def test_a_backward_that_breaks_the_graph_stays_right() -> None:
-    p, balanced = parameters(), function(by_backward, "softmax")
-    got = both(lambda x: around(x, p, balanced), p)
+    got = both(function(by_backward, "softmax"))
     assert got.ops["mhc_pre"] == got.ops["mhc_post"] == 1
 
 
@@ -143,12 +140,11 @@ def test_where_the_backward_breaks_the_graph_the_report_says_what_dynamo_cannot_
 
 def test_wider_arithmetic_inside_and_the_transpose() -> None:
     """Checks bf16 logits that the Function computes in fp32, and iterations that begin with columns."""
-    p = parameters()
     balanced = own(
         lambda logits: iterations("exp", logits.float()).to(logits.dtype),
         lambda logits, grad: by_hand("exp", logits.float(), grad.float()).to(logits.dtype),
     )
-    both(lambda x: around(x, p, lambda m: balanced(m.bfloat16()).float()), p, LOOKED_THROUGH, within=2e-2)
+    both(lambda m: balanced(m.bfloat16()).float(), LOOKED_THROUGH, within=2e-2)
 
     def columns_first(logits: Tensor) -> Tensor:
         m = torch.exp(logits - logits.amax(-2, keepdim=True))
@@ -158,14 +154,15 @@ def test_wider_arithmetic_inside_and_the_transpose() -> None:
 
     turn = lambda t: t.transpose(-1, -2)  # noqa: E731
     turned = own(columns_first, lambda logits, grad: turn(by_hand("exp", turn(logits), turn(grad))))
-    both(lambda x: around(x, p, turned), p, LOOKED_THROUGH)
+    both(turned, LOOKED_THROUGH)
 
 
 def test_layers_are_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     p, balanced, calls = parameters(), function(by_hand, "softmax"), list[object]()
     proof = own_backward._difference
     monkeypatch.setattr(own_backward, "_difference", lambda f: (calls.append(f), proof(f))[1])
-    both(lambda x: around(around(x, p, balanced), p, balanced), p, {k: 2 * n for k, n in LOOKED_THROUGH.items()})
+    layers, ops = (lambda x: around(around(x, p, balanced), p, balanced)), {k: 2 * n for k, n in LOOKED_THROUGH.items()}
+    alike(layers, (streams(),), p.items(), ops, dynamic=None)
     assert len(calls) == 1
 
 
@@ -271,25 +268,17 @@ def test_a_backward_that_cannot_be_run_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_compiled_with_gradients() -> None:
     balanced = function(by_hand, "softmax")
-    logits = torch.randn(5, N, N, requires_grad=True)
-
-    def results(fn: Fn) -> list[Tensor]:
-        out = fn(logits)
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), [logits])]
-
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda t: balanced(t), backend="mhc_inductor", fullgraph=True)
-    for a, b in zip(results(compiled), results(balanced), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    logits = torch.randn(5, N, N)
+    equal(through_inductor(lambda t: balanced(t), [logits], fullgraph=True), eager(balanced, [logits]), 1e-6)
 
 
 def test_many_tokens_are_proved_on_fewer_or_where_the_size_is_in_the_body_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    p, shapes, compared = parameters(), list[object](), own_backward._compared
+    shapes, compared = list[object](), own_backward._compared
     monkeypatch.setattr(own_backward, "_compared", lambda f, few, n: (shapes.append((*few,)), compared(f, few, n))[1])
     for backward in (by_hand, lambda form, logits, grad: by_hand(form, logits, grad.reshape(2, 3, N, N))):
-        both(functools.partial(around, p=p, matrix=function(backward, "softmax")), p, LOOKED_THROUGH)
+        both(function(backward, "softmax"), LOOKED_THROUGH)
     assert shapes == [own_backward._FEW, own_backward._FEW, (2, 3)]
 
 
@@ -320,17 +309,16 @@ def test_a_backward_that_reads_another_tensor(other: Tensor, read: bool) -> None
     p = parameters()
     given = _given(lambda grad, other: grad * other if read else grad)
     fn = lambda x, other: around(x, p, lambda logits: given(logits, other))  # noqa: E731
-    got = run(fn, (streams(), other), [*p.items()])
-    assert difference(got, eager(fn, (streams(), other), [*p.items()])) < 1e-5
+    got = alike(fn, (streams(), other), p.items())
     assert [r.op for r in got.report.routed if r.detail.endswith(OWN)] == ["mhc_sinkhorn"] * (not read), reasons(got)
     assert bool(reasons(got)) == read and all(r.startswith(DIFFERS + "gradients") for r in reasons(got)), reasons(got)
 
 
 def test_a_backward_that_gives_another_tensor_a_gradient() -> None:
-    p = parameters()
-    p["other"] = torch.tensor(1.0, requires_grad=True)
+    p = {**parameters(), "other": torch.tensor(1.0, requires_grad=True)}
     given = _given(lambda grad, other: grad, gives=True)
-    got = both(lambda x: around(x, p, lambda logits: given(logits, p["other"])), p)
+    fn = lambda x: around(x, p, lambda logits: given(logits, p["other"]))  # noqa: E731
+    got = alike(fn, (streams(),), p.items(), dynamic=None)
     assert reasons(got)[0].endswith("ValueError: its gradient does not go to the logits alone"), reasons(got)
     assert "autograd_function_apply" in str(got.graphs[0].graph) and got.grads["other"] is not None
 
@@ -356,15 +344,9 @@ class Plain(torch.autograd.Function):
 )
 def test_a_backward_that_reads_a_number_that_changes(scaled: Fn, scales: tuple[float, ...], routed: bool) -> None:
     """The scale is a symbol of the second graph. The proof holds for a float's present value, which a guard keeps."""
-    logits, reports = torch.randn(5, N, N, requires_grad=True), list[Report]()
-
-    def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Any:
-        reports.append(route(gm))
-        return gm.forward
-
-    torch._dynamo.reset()
+    logits = torch.randn(5, N, N, requires_grad=True)
     with torch._dynamo.config.patch(specialize_float=False):
-        compiled = torch.compile(lambda t, s: Plain.apply(t, scaled(s)), backend=backend)
+        compiled, reports = looking(lambda t, s: Plain.apply(t, scaled(s)))
         for scale in scales:
             up = torch.randn(5, N, N)
             got = torch.autograd.grad(compiled(logits, scale), logits, up)

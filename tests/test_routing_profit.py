@@ -103,11 +103,15 @@ def test_the_words_are_those_of_the_decision(name: str) -> None:
 # --- from which figures -----------------------------------------------------------------------------------------
 
 
+def _kept(name: str) -> Any:
+    """Returns measurements that are committed."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
 def _times() -> dict[tuple[int, str], dict[int, dict[str, float]]]:
     """Returns the measured times by heads a group and what was run, then by the number of keys and the side."""
-    kept = json.loads((ROOT / "benchmarks" / "results" / "selection.json").read_text())
     found: dict[tuple[int, str], dict[int, dict[str, float]]] = {}
-    for row in kept["crossing"]:
+    for row in _kept("selection")["crossing"]:
         if row["variant"] in ("ops", DENSE):
             assert row["ranges"] * BLOCK == 1024 and row["S"] == row["S_kv"]
             found.setdefault((row["h"], row["what"]), {}).setdefault(row["S_kv"], {})[row["variant"]] = row["median_us"]
@@ -135,12 +139,71 @@ def test_the_rule_of_ranges_follows_the_crossings() -> None:
 
 def test_the_rule_of_few_queries_is_a_bound() -> None:
     """Decoding costs the op less for a key than the rule says; what was measured is what the page says."""
-    kept = json.loads((ROOT / "benchmarks" / "results" / "selection.json").read_text())["rows"]
+    kept = _kept("selection")["rows"]
     rows = {r["variant"]: r for r in kept if (r["case"], r["select"], r["what"]) == ("decode", "corr", "fwd")}
     op, dense = rows["ops"], rows[DENSE]
     assert op["S"] <= profit.FEW_QUERIES and dense["note"] == "K and V repeated beforehand"
     figure = op["median_us"] / (op["ranges"] * BLOCK) / (dense["median_us"] / dense["S_kv"])
     assert figure <= profit.FEW_QUERIES_KEY and f"{figure:.1f} times was measured" in _page()
+
+
+def test_the_rule_of_ranges_chooses_the_side_that_was_faster() -> None:
+    """Compares the choice with each pair that was measured: within 5 % it is the faster side, the dense one causal."""
+    kept = _kept("selection")
+    pairs: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in (*kept["rows"], *kept["crossing"]):
+        if row["variant"] in ("ops", DENSE) and row["select"] == "corr":
+            key = *(row[x] for x in ("S", "S_kv", "h", "D", "ranges")), row["what"]
+            pairs.setdefault(key, {})[row["variant"]] = row["median_us"]
+    both = {key: times for key, times in pairs.items() if len(times) == 2}
+    assert len(both) >= 17 and {key[2] for key in both} == {4, 16}
+    for key, times in both.items():
+        queries, keys, heads, width, ranges, _ = key
+        routed = not profit.refusal(profit.Sizes("cuda", torch.bfloat16, queries, keys, heads, width, 64 * ranges))
+        chosen, other = (times[x] for x in (("ops", DENSE) if routed else (DENSE, "ops")))
+        assert chosen <= 1.05 * other, key
+
+
+def test_the_rule_of_lists_follows_the_measurements() -> None:
+    """Recomputes what the rule assumes of the list kernels from their results: no more speed than was measured."""
+    kept = _kept("lists")
+    measured: dict[str, dict[str, dict[str, float]]] = {}
+    for row in kept["rows"]:
+        if row["variant"] == "ops" and row["case"] != "decode":
+            measured.setdefault(row["case"], {})[row["what"]] = row
+    assert measured
+    for case, rows in measured.items():
+        fwd, training = rows["fwd"], rows["fb"]
+        operations = 2 * fwd["S"] * fwd["n"] * fwd["h"] * (fwd["Dk"] + fwd["Dv"])
+        seconds = operations / (0.9 * profit.LIST_FLOPS)
+        assert fwd["median_us"] * 1e-6 <= seconds, case
+        wide = fwd["Dk"] + fwd["Dv"] >= profit.WIDE
+        slower = profit.WIDE_LIST_TRAINING if wide else profit.LIST_TRAINING
+        assert training["median_us"] * 1e-6 <= slower * seconds, case
+
+
+def test_the_rule_follows_what_dense_attention_takes() -> None:
+    """Recomputes the figures of the dense side: a large product, and a softmax that is written out."""
+    rows = {(r["variant"], r["what"]): r for r in _kept("rule")["rows"] if "tokens" not in r}
+    product = rows["torch", "product"]
+    assert 2 * product["size"] ** 3 / (product["median_us"] * 1e-6) >= profit.PRODUCT_FLOPS
+    for what, times in (("fwd", 1.0), ("fb", profit.WRITTEN_TRAINING)):
+        whole, alone = rows["softmax written out", what], rows["products alone", what]
+        scores = whole["batch"] * whole["heads"] * whole["queries"] * whole["keys"]
+        seconds = (whole["median_us"] - alone["median_us"]) * 1e-6 / scores
+        assert seconds == pytest.approx(profit.WRITTEN * times, rel=0.05), what
+
+
+@pytest.mark.parametrize("what", ["fwd", "fb"])
+@pytest.mark.parametrize("length", [4096, 8192, 16384])
+def test_the_rule_chooses_the_side_that_was_faster(length: int, what: str) -> None:
+    """Compares the rule's estimates and its choice with a layer of DeepSeek-V3.2 that was measured both ways."""
+    kept = (r for r in _kept("rule")["rows"] if (r.get("tokens"), r["what"]) == (length, what))
+    rows = {r["variant"]: r["median_us"] * 1e-6 for r in kept}
+    sizes, training = _sizes(**V32, queries=length, keys=length), what == "fb"
+    assert profit.dense_seconds(sizes, training) == pytest.approx(rows["dense"], rel=0.08)
+    assert rows["ops"] < profit.list_seconds(sizes, training) * 1.05 < rows["ops"] * 1.6
+    assert (not profit.list_refusal(sizes, training)) is (rows["ops"] < rows["dense"])
 
 
 # --- what explain says ------------------------------------------------------------------------------------------

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import mhc_inductor
 from benchmarks import deepseek_model
 from tests.formulas import reference_models_mhc as reference
 from tests.formulas.reference_models_mhc import BOTH, EPS, ITERS, WIDTH, N, P, around, normed, parameters, sublayer
-from tests.tools.capture import Captured, alike, difference, eager, evaluate, run
+from tests.tools.capture import Captured, alike, difference, eager, run, through_inductor
 
 TINY = deepseek_model.TINY
 LAYERS = TINY.layers
@@ -43,14 +42,7 @@ def _run(model: torch.nn.Module, grad: bool) -> tuple[Captured, Captured]:
 def _assert_all_routed(got: Captured) -> None:
     reasons = [f"{m.op}: {m.reason} at {m.source}" for m in got.report.near_misses]
     assert dict(got.ops) == EXPECTED, reasons + got.report.problems
-    folded = [
-        node.args[9:12]
-        for gm in got.graphs
-        for inner in gm.modules()
-        if isinstance(inner, torch.fx.GraphModule)
-        for node in inner.graph.nodes
-        if str(node.target).startswith(("mhc_inductor.mhc_pre.", "mhc_inductor.mhc_post_pre."))
-    ]
+    folded = [n.args[9:12] for op in ("mhc_pre", "mhc_post_pre") for n in got.nodes(f"mhc_inductor.{op}.")]
     assert len(folded) == 2 * LAYERS
     if not got.report.fused:
         config = deepseek_model.config(TINY)
@@ -98,15 +90,9 @@ def _ids() -> tuple[Tensor, ...]:
 
 def test_deepseek_v4_through_inductor() -> None:
     """Runs two layers forward; one layer trains in tests/test_example.py."""
-    model = _deepseek(torch.float32)
-    torch._dynamo.reset()
-    before = mhc_inductor.counters()
-    compiled = torch.compile(functools.partial(_logits, model), backend="mhc_inductor")
-    got = Captured(*evaluate(compiled, _ids(), (), False))
-    after = mhc_inductor.counters()
-    counted = {op: after.get(f"routed {op}", 0) - before.get(f"routed {op}", 0) for op in EXPECTED}
-    assert counted == EXPECTED
-    assert difference(got, eager(functools.partial(_logits, model), _ids(), (), False)) < 1e-3
+    given = functools.partial(_logits, _deepseek(torch.float32)), _ids(), (), False
+    got = through_inductor(*given)
+    assert {op: got.ops[op] for op in EXPECTED} == EXPECTED and difference(got, eager(*given)) < 1e-3
 
 
 def _expected(name: str, grad: bool = True) -> dict[str, int]:
@@ -157,8 +143,7 @@ def test_sinkhorn_iterations_of_the_transpose_are_counted() -> None:
     """Checks that columns-first iterations of the transposed logits are all in one op."""
     fn, inputs, named = _reference_model("hyper_connections_sinkhorn", torch.float32)
     got = run(fn, inputs, named)
-    calls = [n.args[1:] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)]
-    assert [(c[0], c[2]) for c in calls] == [(ITERS, "exp")]
+    assert [(n.args[1], n.args[3]) for n in got.nodes("mhc_sinkhorn")] == [(ITERS, "exp")]
 
 
 def test_automodels_sublayers_are_fused_except_where_the_memory_writes() -> None:

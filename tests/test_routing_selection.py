@@ -18,10 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mhc_inductor
-from benchmarks.source_hash import ROOT
 from mhc_inductor.options import RoutingOptions
-from mhc_inductor.routing import interface, route
-from mhc_inductor.routing.operators.selection.profit import Sizes, refusal
+from mhc_inductor.routing import interface
 from tests.formulas.reference_models_selection import REFERENCE_MODELS
 from tests.formulas.spellings_selection import (
     AXES,
@@ -36,12 +34,11 @@ from tests.formulas.spellings_selection import (
     spellings,
 )
 from tests.oracles.mhc import relative
-from tests.tools.attentions import equal, routed
-from tests.tools.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
+from tests.tools.attentions import routed, same
+from tests.tools.capture import Captured, alike, difference, eager, looking, not_worse, reasons, run, through_inductor
 
 CHUNK, RANDOM, SEED = 20, 150, 1
 DENSE = "dense causal SDPA (cuDNN)"
-OP = torch.ops.mhc_inductor.selection_attention.default
 
 
 def _run(one: Attention, dynamo: bool = True) -> tuple[Captured, Captured]:
@@ -182,11 +179,7 @@ def _reference_model(name: str) -> tuple[Callable[..., Any], tuple[Tensor, ...],
 @pytest.mark.parametrize("name", REFERENCE_MODELS)
 def test_reference_models_are_routed(name: str, grad: bool) -> None:
     fn, given, named = _reference_model(name)
-    got, unrouted = run(fn, given, named, grad), eager(fn, given, named, grad)
-    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
-    assert not got.report.near_misses
-    assert all(g is not None for k, g in got.grads.items() if unrouted.grads[k] is not None)
-    assert difference(got, unrouted) < 2e-6
+    assert not routed(fn, given, grad, named=named).report.near_misses
 
 
 @pytest.mark.parametrize("name", REFERENCE_MODELS)
@@ -210,30 +203,23 @@ def test_one_graph_serves_other_lengths(name: str) -> None:
     dims = {"DeepSeek sparse attention": (1,), "ranges": (1, None, None, 1), "packed, no batch": (0, 0, 0, 1)}
     at = dims.get(name, (2, 2, 2, 1))
 
-    def compiles(routed: bool) -> list[list[str]]:
-        made: list[list[str]] = []
-
-        def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
-            made.append([r.op for r in route(gm).routed] if routed else [])
-            return gm.forward
-
-        torch._dynamo.reset()
-        compiled = torch.compile(fn, backend=backend, dynamic=True, fullgraph=True)
+    plain = torch._dynamo.testing.CompileCounter()
+    compiled, reports = looking(fn, dynamic=True, fullgraph=True)
+    for call in (compiled, torch.compile(fn, backend=plain, dynamic=True, fullgraph=True)):
         for cut in (0, 1, 2):
             less = (t if d is None else t.narrow(d, 0, t.shape[d] - cut) for t, d in zip(given, at, strict=True))
             same = tuple(t.clone() for t in less)
             with torch.no_grad():
-                assert relative(compiled(*same), fn(*same)) < 2e-6
-        return made
-
-    assert compiles(True) == [["selection_attention"]] * len(compiles(False))
+                assert relative(call(*same), fn(*same)) < 2e-6
+        torch._dynamo.reset()
+    assert [[r.op for r in report.routed] for report in reports] == [["selection_attention"]] * plain.frame_count
 
 
 # --- what the op gets ---------------------------------------------------------------------------------------
 
 
 def _arguments(got: Captured) -> tuple[torch.fx.Node, ...]:
-    (call,) = [n for gm in got.graphs for n in gm.graph.nodes if n.target is OP]
+    (call,) = got.nodes("mhc_inductor.selection_attention.default")
     return call.args  # type: ignore[return-value]
 
 
@@ -336,9 +322,8 @@ def test_rows_without_keys_are_those_of_the_formula(scores: str, weights: str, g
     start = torch.randint(0, 12, (2, 12, 1))
     picked = torch.cat([start, start + 4], -1)
     picked[:, ::3] = 0
-    got, unrouted = run(attend, (q, k, v, picked), (), grad), eager(attend, (q, k, v, picked), (), grad)
+    got = same(attend, (q, k, v, picked), 1e-6, grad=grad)
     assert bool(got.ops) == ((scores, weights) not in _STAYS[grad]), reasons(got)
-    equal(got, unrouted, 1e-6)
 
 
 def test_nan_of_keys_that_nobody_selects_stays_there() -> None:
@@ -465,7 +450,7 @@ def test_values_changed_afterwards_forbid_it() -> None:
         v.add_(1.0)
         return out + v.sum()
 
-    assert difference(run(fn, _given(), (), False), eager(fn, _given(), (), False)) < 2e-6
+    alike(fn, _given(), grad=False, within=2e-6)
 
 
 def test_keys_without_gradients_keep_none() -> None:
@@ -502,40 +487,15 @@ def test_plain_attention_is_no_near_miss() -> None:
     assert got.report.empty, reasons(got)
 
 
-# --- whether routing is profitable --------------------------------------------------------------------------
-
-
-def test_the_rule_for_cuda_follows_the_measurements() -> None:
-    """Compares the choice with each pair that was measured: within 5 % it is the faster side, the dense one causal."""
-    kept = json.loads((ROOT / "benchmarks" / "results" / "selection.json").read_text())
-    pairs: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in (*kept["rows"], *kept["crossing"]):
-        if row["variant"] in ("ops", DENSE) and row["select"] == "corr":
-            key = *(row[x] for x in ("S", "S_kv", "h", "D", "ranges")), row["what"]
-            pairs.setdefault(key, {})[row["variant"]] = row["median_us"]
-    both = {key: times for key, times in pairs.items() if len(times) == 2}
-    assert len(both) >= 17 and {key[2] for key in both} == {4, 16}
-    for key, times in both.items():
-        queries, keys, heads, width, ranges, _ = key
-        routed = not refusal(Sizes("cuda", torch.bfloat16, queries, keys, heads, width, 64 * ranges))
-        chosen, other = (times[x] for x in (("ops", DENSE) if routed else (DENSE, "ops")))
-        assert chosen <= 1.05 * other, key
-
-
 # --- through Inductor ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("name", ["DeepSeek sparse attention", "selected blocks", "loop over ranges"])
 def test_compiled_with_inductor(name: str, mode: str) -> None:
-    fn, given, named = _reference_model(name)
-    grad = mode == "training"
-    torch._dynamo.reset()
-    before = mhc_inductor.counters().get("routed selection_attention", 0)
-    compiled = torch.compile(fn, backend="mhc_inductor", fullgraph=True)
-    got = Captured(*evaluate(compiled, given, named, grad))
-    assert mhc_inductor.counters()["routed selection_attention"] == before + 1
-    assert difference(got, eager(fn, given, named, grad)) < 1e-5
+    given = *_reference_model(name), mode == "training"
+    got = through_inductor(*given, fullgraph=True)
+    assert got.ops["selection_attention"] == 1 and difference(got, eager(*given)) < 1e-5
 
 
 def test_explain_names_the_attention(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,8 +33,7 @@ def check(fn: Fn, inputs: list[Tensor], wanted: dict[str, int] | None, named: An
     """Asserts equal results, and the ops ``wanted`` in the graphs; a fused op counts as one."""
     # Either side's alpha is up to 2.5e-6 from fp64 (40 seeds).
     got = alike(fn, inputs, named, **{"within": 4e-6, **options})
-    names = [str(n.target) for gm in got.graphs for m in gm.modules() if hasattr(m, "graph") for n in m.graph.nodes]
-    ops = Counter(name.split(".")[1] for name in names if name.startswith("mhc_inductor.mhc_"))
+    ops = Counter(str(n.target).split(".")[1] for n in got.nodes("mhc_inductor.mhc_"))
     assert wanted is None or ops == Counter({f"mhc_{k}": v for k, v in wanted.items() if v}), ops
     return got
 

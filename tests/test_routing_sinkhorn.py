@@ -146,7 +146,7 @@ def _compiled(matrix: Callable[[Tensor], Tensor], iters: int, **more: int) -> Ca
     p = parameters()
     x = torch.randn(2, 6, N, WIDTH, generator=torch.Generator().manual_seed(1))
     got = alike(functools.partial(around, p=p, matrix=matrix), (x,), p.items(), {**BOTH, **more}, within=1e-4)
-    assert [n.args[9] for gm in got.graphs for n in gm.graph.nodes if "mhc_pre" in str(n.target)] == [iters]
+    assert [n.args[9] for n in got.nodes("mhc_pre")] == [iters]
     return got
 
 
@@ -217,7 +217,7 @@ def _in_logs(
     fn = functools.partial(around, p=p, matrix=lambda z: matrix(scale * z))
     got = alike(fn, (x,), p.items() if grad else (), {**BOTH, **own}, grad, 1e-4, symbolic=tokens)
     assert iters is None or not got.report.near_misses
-    made = {n.args[1] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)}
+    made = {n.args[1] for n in got.nodes("mhc_sinkhorn")}
     assert made == ({iters} if own else set())
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tests.test_routing_absorb import LATENT, NOPE, ROPE, Latent, data, same
 from tests.tools.attentions import as_exact, routed, stays
-from tests.tools.capture import difference, eager, run
+from tests.tools.capture import alike
 
 B, S, T, H, L, R, K = 2, 10, 19, 3, 8, 4, 4
 INF = float("inf")
-LISTS = torch.ops.mhc_inductor.selection_list_attention.default
+LISTS = "mhc_inductor.selection_list_attention"
 Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of q's parts [B, S, H, L] and [B, S, H, R], the latent [B, T, L], rotary keys [B, T, R], indices [B, S, K], sinks [H]."""
 
@@ -110,7 +110,7 @@ INSIDE = {"decode", "rope_first", "heads_first", "with_sink", "in_one_cache", "o
 @pytest.mark.parametrize("name", FORMS)
 def test_added_products_are_one(name: str) -> None:
     got = routed(FORMS[name], given())
-    (call,) = [n for n in got.graphs[0].graph.nodes if n.target is LISTS]
+    (call,) = got.nodes(LISTS)
     assert (call.args[2] is None) == (name in INSIDE) and call.args[-1] == L
     assert call.args[0].meta["example_value"].shape[-1] == L + R * (2 if name == "twice" else 1)
 
@@ -209,7 +209,7 @@ def test_masks_put_in_another_order() -> None:
     """Rows in the order of the transposed indices; rows in their own order, with the lists of other queries."""
     for rows in (lambda r: r.view(B, S).t().reshape(-1, 1), lambda r: r[:, None]):
         form = put(rows, lambda i: i.transpose(0, 1).flatten(0, 1))
-        assert difference(run(form, given()), eager(form, given())) < 2e-6
+        alike(form, given(), within=2e-6)
 
 
 def test_a_step_in_place_keeps_the_dtype_of_its_tensor() -> None:
@@ -221,8 +221,8 @@ def test_a_step_in_place_keeps_the_dtype_of_its_tensor() -> None:
         scores *= torch.full((), 1.0 + 2**-12)
         return torch.einsum("bsht,btc->bshc", scores.softmax(-1), c), scores
 
-    got, want = run(fn, given(dtype=torch.bfloat16)), eager(fn, given(dtype=torch.bfloat16))
-    assert [o.dtype for o in got.outputs] == [torch.bfloat16] * 2 and difference(got, want) == 0.0
+    got = alike(fn, given(dtype=torch.bfloat16), within=0.0)
+    assert [o.dtype for o in got.outputs] == [torch.bfloat16] * 2
 
 
 @pytest.mark.parametrize("first", [3, 6])

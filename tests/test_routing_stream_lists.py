@@ -100,34 +100,34 @@ ENDS: dict[str, Callable[[list[Tensor]], object]] = {
 }
 
 
-def listed(fn: Callable[..., object], p: P, ops: Any, tokens: bool = False, **options: Any) -> Captured:
-    """Runs ``fn`` of streams in a list, with dynamic ``tokens`` or not, as ``alike`` does."""
-    xs = tuple(streams(dtype=options.pop("dtype", torch.float32)).unbind(-2))
-    return alike(fn, xs, p.items(), ops, symbolic=[(at, 1) for at in range(N)] * tokens, **options)
+def listed(
+    layer: Callable[..., object], ops: Any, tokens: bool = False, p: P | None = None, **options: Any
+) -> Captured:
+    """Runs ``layer`` of streams in a list and parameters, with dynamic ``tokens`` or not, as ``alike`` does."""
+    p, xs = p or parameters(), tuple(streams(dtype=options.pop("dtype", torch.float32)).unbind(-2))
+    symbolic = [(at, 1) for at in range(N)] * tokens
+    return alike(lambda *a: layer(a, p), xs, p.items(), ops, symbolic=symbolic, **options)
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "no_grad"])
 @pytest.mark.parametrize("tokens", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", list(STACKED))
 def test_streams_stacked_for_the_projection(name: str, tokens: bool, grad: bool) -> None:
-    p = parameters()
     ops = {**BOTH, **({"mhc_sinkhorn": 1} if name == "no h_res" else {})}
-    assert not reasons(listed(lambda *a: STACKED[name](a, p), p, ops, tokens, grad=grad))
+    assert not reasons(listed(STACKED[name], ops, tokens, grad=grad))
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-11), (torch.bfloat16, 3e-2)], ids=str)
 def test_lists_of_other_dtypes(dtype: torch.dtype, within: float) -> None:
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     p = {k: t.detach().to(wide).requires_grad_() for k, t in parameters().items()}
-    layer = STACKED["cat" if dtype is torch.float64 else "rounded"]
-    listed(lambda *a: layer(a, p), p, BOTH, dtype=dtype, within=within)
+    listed(STACKED["cat" if dtype is torch.float64 else "rounded"], BOTH, p=p, dtype=dtype, within=within)
 
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "no_grad"])
 def test_what_is_made_of_the_new_streams(end: str, grad: bool) -> None:
-    p = parameters()
-    listed(lambda *a: ENDS[end](STACKED["cat"](a, p)), p, BOTH, grad=grad)
+    listed(lambda xs, p: ENDS[end](STACKED["cat"](xs, p)), BOTH, grad=grad)
 
 
 STARTS: dict[str, Callable[[Sequence[Tensor]], Sequence[Tensor]]] = {
@@ -143,8 +143,7 @@ STARTS: dict[str, Callable[[Sequence[Tensor]], Sequence[Tensor]]] = {
 @pytest.mark.parametrize("tokens", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("start", STARTS)
 def test_what_the_first_streams_are(start: str, tokens: bool) -> None:
-    p = parameters()
-    got = listed(lambda *a: STACKED["cat"](STARTS[start](a), p), p, BOTH, tokens)
+    got = listed(lambda xs, p: STACKED["cat"](STARTS[start](xs), p), BOTH, tokens)
     assert not reasons(got), reasons(got)
 
 
@@ -154,15 +153,14 @@ def test_what_the_first_streams_are(start: str, tokens: bool) -> None:
 )
 def test_layers_of_lists(names: tuple[str, ...], tokens: bool) -> None:
     """The streams stay a list from layer to layer, and a head collapses the last one."""
-    p = parameters()
 
-    def fn(*xs: Tensor) -> Tensor:
+    def fn(xs: Sequence[Tensor], p: P) -> Tensor:
         for name in names:
-            xs = tuple(STACKED[name](xs, p))
-        pre = torch.sigmoid(z_of(torch.cat(xs, -1), p)[..., :N] * p["alpha"][0] + p["bias"][:N])
+            xs = STACKED[name](xs, p)
+        pre = torch.sigmoid(z_of(torch.cat([*xs], -1), p)[..., :N] * p["alpha"][0] + p["bias"][:N])
         return sum(pre[..., i : i + 1] * x for i, x in enumerate(xs))  # type: ignore[return-value]
 
-    got = listed(fn, p, {"mhc_pre": len(names), "mhc_post": len(names), "mhc_head": 1}, tokens)
+    got = listed(fn, {"mhc_pre": len(names), "mhc_post": len(names), "mhc_head": 1}, tokens)
     assert not reasons(got)
     (graph,) = got.graphs
     # The first streams are put together once, by the model; all others are the ops' own.
@@ -200,8 +198,7 @@ TURNED: dict[str, Layer] = {
 
 @pytest.mark.parametrize("name", TURNED)
 def test_coefficients_of_every_element(name: str) -> None:
-    p = parameters()
-    got = listed(lambda *a: TURNED[name](a, p), p, BOTH)
+    got = listed(TURNED[name], BOTH)
     assert [r.detail for r in got.report.routed if r.op == "mhc_post"] == [
         "h_res" + " transposed" * (name == "transposed")
     ]
@@ -253,23 +250,22 @@ WRONG: dict[str, tuple[Layer, set[str]]] = {
 @pytest.mark.parametrize("tokens", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", WRONG)
 def test_lists_with_one_mistake(name: str, tokens: bool) -> None:
-    p, (layer, allowed) = parameters(), WRONG[name]
-    got = listed(lambda *a: layer(a, p), p, None, tokens, within=1e-4)
+    layer, allowed = WRONG[name]
+    got = listed(layer, None, tokens, within=1e-4)
     assert {*got.ops} - {"mhc_sinkhorn"} <= allowed, (dict(got.ops), reasons(got))
     assert reasons(got) or name == "the projection of detached streams"
 
 
 def test_a_stream_that_is_written_after_the_layer() -> None:
     """In inference, where a layer may write its inputs once it has read them."""
-    p = parameters()
 
-    def fn(*xs: Tensor) -> list[Tensor]:
+    def fn(xs: Sequence[Tensor], p: P) -> list[Tensor]:
         made = [x * 1.0 for x in xs]
         out = STACKED["cat"](made, p)
         made[1].mul_(1.5)
         return [*out, made[1]]
 
-    listed(fn, p, BOTH, grad=False)
+    listed(fn, BOTH, grad=False)
 
 
 def test_one_tensor_stacked_or_unbound_is_the_usual_formula() -> None:

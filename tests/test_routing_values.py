@@ -9,12 +9,11 @@ import torch
 from mhc_inductor.routing.graph.expressions import step, whole
 from mhc_inductor.routing.graph.known_calls import KnownCalls
 from mhc_inductor.routing.graph.values import Values, example, tensors_in
-from tests.tools.capture import alike
+from tests.tools.capture import alike, looking
 
 
 def _graph(fn, *inputs, dynamic=False, writes=lambda node: False):
     """Returns the graph of ``fn``, and the state around the analysis: random numbers, guards, symbols, modes."""
-    found = {}
 
     def state(env):
         held = () if env is None else (env.guards, env.pending_fresh_unbacked_symbols, env.var_to_range)
@@ -22,7 +21,7 @@ def _graph(fn, *inputs, dynamic=False, writes=lambda node: False):
         dtypes = torch.get_autocast_dtype("cpu"), torch.get_default_dtype()
         return torch.get_rng_state().tolist(), [len(one) for one in held], modes, dtypes
 
-    def backend(gm, _):
+    def look(gm):
         values = Values(gm.graph, {}, KnownCalls("template"), writes)
         fakes = [t for node in gm.graph.nodes for t in tensors_in(example(node))]
         env = next((t.fake_mode.shape_env for t in fakes if hasattr(t, "fake_mode")), None)
@@ -31,12 +30,11 @@ def _graph(fn, *inputs, dynamic=False, writes=lambda node: False):
             value = values.of(node)
             for v in value if isinstance(value, tuple) else (value,):
                 _ = v.func if v is not None else None
-        found.update(graph=gm.graph, values=values, before=before, after=state(env))
-        return gm.forward
+        return {"graph": gm.graph, "values": values, "before": before, "after": state(env)}
 
-    torch._dynamo.reset()
-    torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
-    return found
+    compiled, found = looking(fn, look, dynamic=dynamic)
+    compiled(*inputs)
+    return found[-1]
 
 
 def _values(fn, *inputs):
@@ -113,20 +111,18 @@ def test_sizes_that_depend_on_data_add_no_symbol_and_no_guard(name, dynamic):
 
 
 def test_a_call_that_raises_is_opaque_and_the_rest_is_not():
-    found = {}
-
-    def backend(gm, _):
+    def look(gm):
         first = next(node for node in gm.graph.nodes if node.op == "call_function")
         broken = list(first.args)
         first.args = (broken[0], "two")
         values = Values(gm.graph, {}, KnownCalls("template"), lambda node: False)
-        found["values"] = [values.of(node).func for node in gm.graph.nodes if node.op.startswith("call")]
+        found = [values.of(node).func for node in gm.graph.nodes if node.op.startswith("call")]
         first.args = tuple(broken)
-        return gm.forward
+        return found
 
-    torch._dynamo.reset()
-    torch.compile(lambda x: (x * 2).relu(), backend=backend)(torch.randn(3))
-    assert found["values"] == [None, torch.ops.aten.relu.default]
+    compiled, found = looking(lambda x: (x * 2).relu(), look)
+    compiled(torch.randn(3))
+    assert found == [[None, torch.ops.aten.relu.default]]
 
 
 def test_a_custom_op_is_opaque_however_it_is_called():

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mhc_inductor.report import Report
-from mhc_inductor.routing import route
-from mhc_inductor.routing.effects import ambient
-from mhc_inductor.routing.graph.view import Knowledge, View
 from mhc_inductor.routing.operators.selection.search import Search
-from tests.tools.attentions import equal, routed
-from tests.tools.capture import Captured, difference, eager, exact_or_left, left_by_proof, reasons, run
+from tests.tools.attentions import routed, same
+from tests.tools.capture import Captured, eager, exact_or_left, left_by_proof, looking, reasons, run, view_of
 
 B, S, H, D, K = 2, 11, 3, 8, 4
 INF = float("inf")
@@ -99,47 +98,17 @@ OTHER: dict[str, Form] = {
 }
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("name", FORMS)
-def test_forms_of_a_softmax(name: str, gathered: bool) -> None:
-    routed(written(FORMS[name], gathered), inputs())
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_dynamic_batch(name: str) -> None:
-    routed(written(FORMS[name]), inputs(), symbolic=[(i, 0) for i in range(4)])
-
-
 def test_a_softmax_times_a_number_that_may_change() -> None:
     """The number is a symbol of the second graph: no search may fail there."""
-    reports: list[Report] = []
-
-    def backend(gm: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Tensor]:
-        reports.append(route(gm))
-        return gm.forward
-
     given = inputs()
 
     def times(n: int) -> Result:
         return written(lambda s, v, z: product(s.softmax(-1) * n, v))(*given)
 
-    torch._dynamo.reset()
-    compiled = torch.compile(times, backend=backend)
+    compiled, reports = looking(times)
     for n in (2, 3, 5):
         torch.testing.assert_close(compiled(n), times(n), atol=1e-5, rtol=1e-5)
     assert len(reports) == 2 and not any(r.problems for r in reports), [r.problems for r in reports]
-
-
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("name", OTHER)
-def test_other_formulas_stay(name: str, gathered: bool) -> None:
-    left_by_proof(written(OTHER[name], gathered), inputs(), "selection_attention")
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_all_sizes_open(name: str) -> None:
-    """The search fixes sizes and begins again: what it read as a softmax is read anew."""
-    routed(written(FORMS[name]), inputs(), dynamic=True)
 
 
 # --- with a sink in the sum ----------------------------------------------------------------------------------------
@@ -199,22 +168,33 @@ OTHER_SINKS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("name", SUNK)
-def test_a_sink_in_the_sum(name: str, gathered: bool, dynamic: bool) -> None:
-    routed(written(SUNK[name], gathered), inputs(), dynamic=dynamic)
+SIZES: dict[str, dict[str, Any]] = {
+    "present": {},
+    "open batch": {"symbolic": [(i, 0) for i in range(4)]},
+    "open": {"dynamic": True},
+}
+
+
+CASES = [
+    *((name, *how) for name in FORMS for how in ((False, "present"), (True, "present"), (False, "open batch"))),
+    *((name, False, "open") for name in FORMS),
+    *itertools.product(SUNK, (False, True), ("present", "open")),
+]
+
+
+@pytest.mark.parametrize(("name", "gathered", "sizes"), CASES)
+def test_forms_of_a_softmax(name: str, gathered: bool, sizes: str) -> None:
+    """Where all sizes are open the search fixes sizes and begins again: what it read as a softmax is read anew."""
+    routed(written((FORMS | SUNK)[name], gathered), inputs(), **SIZES[sizes])
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", SUNK)
 def test_a_sink_where_queries_see_no_key(name: str, gathered: bool) -> None:
     """Rows are 0 if the maximum counts the sink, and NaN otherwise: with NaN gradients to the sink, too."""
-    fn, given = attention(SUNK[name], gathered, empty=True), inputs()
-    got, want = run(fn, given), eager(fn, given)
+    got = same(attention(SUNK[name], gathered, empty=True), inputs())
     assert got.ops["selection_attention"] == (gathered or name not in BARE), reasons(got)
     assert got.ops or "not counted in the maximum" in reasons(got)
-    equal(got, want)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -232,23 +212,9 @@ def test_nan_weights_that_become_0_give_sinks_gradients_of_nan(gathered: bool) -
     assert "not counted in the maximum" in reasons(got)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("name", OTHER_SINKS)
-def test_other_sinks_stay(name: str, gathered: bool) -> None:
-    left_by_proof(written(OTHER_SINKS[name], gathered), inputs(), "selection_attention")
-
-
 @pytest.mark.parametrize("name", ["divided", "divided after the product", "of a log_softmax"])
 def test_what_one_operator_reads_as_a_softmax_another_sees_as_written(name: str) -> None:
-    views: list[View] = []
-
-    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        views.append(View(gm.graph, ambient(), Knowledge()))
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(written(FORMS[name]), backend=backend, fullgraph=True)(*inputs())
-    (view,) = views
+    view = view_of(written(FORMS[name]), *inputs())
 
     def ops() -> list[object]:
         return [value.func for value in map(view.value, view.nodes) if value is not None]
@@ -302,44 +268,34 @@ LOGS: dict[str, Form] = {
 
 def takes(got: Captured) -> bool:
     """Checks that no logarithm of scores is left in the routed graph."""
-    names = [str(node.target) for gm in got.graphs for node in gm.graph.nodes]
-    return got.ops["selection_attention"] == 1 and not any("logsumexp" in name for name in names)
+    return got.ops["selection_attention"] == 1 and not got.nodes("logsumexp")
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", LOGS)
 def test_the_op_gives_the_logarithm(name: str, gathered: bool, dynamic: bool) -> None:
-    fn = attention(LOGS[name], gathered)
     for grad in (True, False):
-        got, want = run(fn, inputs(), grad=grad, dynamic=dynamic), eager(fn, inputs(), grad=grad)
-        assert takes(got) and not got.report.problems, reasons(got)
-        assert difference(got, want) < 2e-6
+        got = routed(attention(LOGS[name], gathered), inputs(), grad, dynamic=dynamic)
+        assert takes(got), reasons(got)
 
 
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", LOGS)
 def test_of_rows_without_keys_it_is_minus_infinity(name: str, gathered: bool, added: bool) -> None:
-    fn = attention(LOGS[name], gathered, empty=True, added=added)
-    got, want = run(fn, inputs()), eager(fn, inputs())
-    if added:  # its gradient is NaN
-        assert not got.ops["selection_attention"]
-    else:
-        assert takes(got), reasons(got)
-    equal(got, want)
+    got = same(attention(LOGS[name], gathered, empty=True, added=added), inputs())
+    assert not got.ops["selection_attention"] if added else takes(got), reasons(got)  # added, its gradient is NaN
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("name", ["returned", "kept_dim", "sunk"])
 def test_a_row_of_finite_fills_has_another_logarithm(name: str, gathered: bool) -> None:
     """Where every query sees a key the fill does not matter."""
-    got, want = (r(attention(LOGS[name], gathered, -1e9, True), inputs()) for r in (run, eager))
-    assert not got.ops["selection_attention"] and difference(got, want) == 0.0 and reasons(got)
+    assert reasons(routed(attention(LOGS[name], gathered, -1e9, True), inputs(), ops={}, bound=0.0))
     if name != "sunk":  # a sink makes it not worth a proof that every query sees a key
-        got, want = (r(attention(LOGS[name], False, -1e9), inputs()) for r in (run, eager))
+        got = routed(attention(LOGS[name], False, -1e9), inputs())
         assert takes(got), reasons(got)
-        assert difference(got, want) < 2e-6
 
 
 IN_BF16 = {
@@ -380,14 +336,19 @@ OTHER_LOGS: dict[str, Form] = {
 }
 
 
+STAYS = {
+    **{name: functools.partial(written, form) for name, form in OTHER.items()},
+    **{f"sink, {name}": functools.partial(written, form) for name, form in OTHER_SINKS.items()},
+    **{f"logarithm, {name}": functools.partial(attention, form) for name, form in OTHER_LOGS.items()},
+}
+
+
 @pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("name", OTHER_LOGS)
-def test_other_logarithms_stay(name: str, gathered: bool) -> None:
-    fn = attention(OTHER_LOGS[name], gathered)
-    left_by_proof(fn, inputs(), "selection_attention")
+@pytest.mark.parametrize("name", STAYS)
+def test_other_formulas_stay(name: str, gathered: bool) -> None:
+    left_by_proof(STAYS[name](gathered), inputs(), "selection_attention")
 
 
 def test_parts_that_are_joined_by_their_logarithms() -> None:
     """Whatever is routed of them, values and gradients stay."""
-    got, want = run(attention(merged), inputs()), eager(attention(merged), inputs())
-    equal(got, want)
+    same(attention(merged), inputs())

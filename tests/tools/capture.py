@@ -12,15 +12,18 @@ import dataclasses
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from mhc_inductor import compat
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.report import Report
 from mhc_inductor.routing import Verifier, route
+from mhc_inductor.routing.effects import ambient
+from mhc_inductor.routing.graph.view import Knowledge, View
 from mhc_inductor.routing.operators.selection.emit import SEEN
 from tests.oracles.mhc import relative, rounding
 from tests.tools.each_commit import COMMIT
@@ -47,6 +50,17 @@ class Captured:
     ops: Counter[str] = dataclasses.field(default_factory=Counter)
     graphs: list[fx.GraphModule] = dataclasses.field(default_factory=list)
 
+    def nodes(self, target: str = "") -> list[fx.Node]:
+        """Returns the nodes with ``target`` in their target's name, of the graphs and of the bodies in them."""
+        return [node for node in nodes_of(*self.graphs) if target in str(node.target)]
+
+
+def nodes_of(*graphs: fx.GraphModule) -> Iterator[fx.Node]:
+    """Yields the nodes of ``graphs`` and of the bodies of their higher-order operators."""
+    for module in (module for gm in graphs for module in gm.modules()):
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
 
 def ops_of(*graphs: fx.GraphModule) -> Counter[str]:
     """Counts calls of this package's ops in ``graphs`` and in the bodies of their higher-order operators.
@@ -54,15 +68,12 @@ def ops_of(*graphs: fx.GraphModule) -> Counter[str]:
     A fused op counts as its parts; lists and the mask of rows without a visible entry count once.
     """
     found: Counter[str] = Counter()
-    for module in (module for gm in graphs for module in gm.modules()):
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            name = str(node.target)
-            if node.op == "call_function" and name.startswith("mhc_inductor."):
-                op = name.split(".")[1]
-                found.update(FUSED.get(op, (op,)))
-            found["selection_attention"] -= node.target is operator.gt and node.args[1] == SEEN
+    for node in nodes_of(*graphs):
+        name = str(node.target)
+        if node.op == "call_function" and name.startswith("mhc_inductor."):
+            op = name.split(".")[1]
+            found.update(FUSED.get(op, (op,)))
+        found["selection_attention"] -= node.target is operator.gt and node.args[1] == SEEN
     return +found
 
 
@@ -143,6 +154,43 @@ def run(
 
     outputs, grads = evaluate(compiled, inputs, parameters, grad, symbolic)
     return Captured(outputs, grads, report, ops_of(*graphs) if routed else Counter(), graphs)
+
+
+def through_inductor(
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    parameters: Iterable[tuple[str, Tensor]] = (),
+    grad: bool = True,
+    **options: Any,
+) -> Captured:
+    """Runs ``fn`` through ``torch.compile`` with the package's backend; ``ops`` are those that it counted as routed."""
+    torch._dynamo.reset()
+    before = Counter(compat.counters())
+    got = Captured(*evaluate(torch.compile(fn, backend="mhc_inductor", **options), inputs, [*parameters], grad))
+    found = Counter(compat.counters()) - before
+    got.ops = Counter({k.removeprefix("routed "): n for k, n in found.items() if k.startswith("routed ")})
+    return got
+
+
+def looking(
+    fn: Callable[..., Any], look: Callable[[fx.GraphModule], Any] = route, **options: Any
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns ``fn`` compiled with a backend that interprets graphs, and what ``look`` returns of each: a report of the pass."""
+    found: list[Any] = []
+
+    def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        found.append(look(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    return torch.compile(fn, backend=backend, **options), found
+
+
+def view_of(fn: Callable[..., Any], *args: Tensor) -> View:
+    """Returns what the pass sees of the graph of ``fn``."""
+    compiled, views = looking(fn, lambda gm: View(gm.graph, ambient(), Knowledge()), fullgraph=True)
+    compiled(*args)
+    return views[0]
 
 
 def interpreted(
@@ -226,15 +274,19 @@ def named_tensors(got: Captured) -> dict[str, Tensor]:
     return {**named, **{f"gradient of {k}": g for k, g in got.grads.items() if g is not None}}
 
 
-def not_worse(name: str, got: Captured, unrouted: Captured, exact: Captured) -> None:
-    """Asserts that no error against fp64 exceeds twice the unrouted call's largest error plus one rounding."""
+def not_worse(name: str, got: Captured, unrouted: Captured, exact: Captured, scalars: float = 2) -> None:
+    """Asserts that no error against fp64 exceeds twice the unrouted call's largest error plus one rounding.
+
+    ``scalars``: how often the largest error, for a tensor of one element.
+    """
     mine, theirs, want = named_tensors(got), named_tensors(unrouted), named_tensors(exact)
     kinds = [(t.shape, t.dtype) for t in mine.values()]
     assert mine.keys() == theirs.keys() and kinds == [(t.shape, t.dtype) for t in theirs.values()], name
     errors = {k: relative(t, want[k]) for k, t in theirs.items() if bool(want[k].any())}
-    bar = 2 * max(errors.values(), default=0.0) + FP32_SUMS
+    largest = max(errors.values(), default=0.0)
     for key in errors:
         error = relative(mine[key], want[key])
+        bar = (scalars if mine[key].numel() == 1 else 2) * largest + FP32_SUMS
         assert error <= bar + rounding(mine[key].dtype), f"{name}, {key}: {error:.3g} from fp64, {bar:.3g} allowed"
 
 
