@@ -4,7 +4,7 @@
 The two sides are one layer of DeepSeek-V3.2's attention from the same latent: ``dense`` expands it to every head's keys
 and values and calls scaled_dot_product_attention under the lists as a mask; ``ops`` absorbs the maps into the queries
 and the output and reads the latent by the lists. Then a large product, and what a softmax that is written out costs
-beyond its two products. ``tests/test_routing_lists.py`` recomputes the rule's figures from the result.
+beyond its two products. ``tests/test_routing_profit.py`` recomputes the rule's figures from the result.
 """
 
 from __future__ import annotations
