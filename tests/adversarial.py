@@ -528,7 +528,7 @@ def _refused_anyway(case: Case, how: dict[str, Any]) -> bool:
     """Returns whether AOTAutograd refuses the program without routing, because of hooks after a graph break."""
     if "graph_break" not in case.source or "hooked(" not in case.source:
         return False
-    return bool(laws.compile_and_observe(_program(case), case.leaves(), laws.Compiled(routes=False), **how)[0].error)
+    return bool(laws.compile_and_observe(_program(case), case.leaves(), laws.Compiled(routes=False), **how).error)
 
 
 def shrunk(case: Case, modes: Sequence[str]) -> Case:

@@ -123,13 +123,14 @@ def _causal(p: Leaves, mask: Tensor) -> Tensor:
     return (torch.arange(T) <= (torch.arange(S) + T - S).unsqueeze(-1)).expand(mask.shape)
 
 
-@pytest.mark.parametrize("rows", ["full", "empty", "large", "empty and large", "nan", "empty and nan"])
 @pytest.mark.parametrize("how", SPELLINGS)
-def test_every_fill_gives_what_the_formula_gives(how: str, rows: str) -> None:
-    leaves = selection_leaves(empty="empty" in rows, scale=1e5 if "large" in rows else 1.0)
-    if "nan" in rows:
+def test_every_fill_gives_what_the_formula_gives(how: str) -> None:
+    """Compiles once for rows with keys and without, of large scores and of NaN: their values are no part of a graph."""
+    every = [selection_leaves(empty=empty, scale=scale) for scale in (1.0, 1e5, 1.0) for empty in (False, True)]
+    for leaves in every[4:]:
         leaves["q"][:, 2:4] = float("nan")
-    check(lambda p: laws.attention(p, fill=SPELLINGS[how]), leaves, named=["selection"], tolerance=1e-7)
+    program = lambda p: laws.attention(p, fill=SPELLINGS[how])  # noqa: E731
+    check(program, every[0], others=every[1:], named=["selection"], tolerance=1e-7)
 
 
 PAIRS: dict[str, tuple[Fill, Fill]] = {
@@ -144,13 +145,12 @@ PAIRS: dict[str, tuple[Fill, Fill]] = {
 }
 
 
-@pytest.mark.parametrize("empty", [False, True], ids=["full", "empty"])
 @pytest.mark.parametrize("how", PAIRS)
-def test_two_fills(how: str, empty: bool) -> None:
+def test_two_fills(how: str) -> None:
     """Applies the selection first and causality second: a row that selects nothing averages over its causal keys."""
-    leaves = selection_leaves(empty=empty)
-    # One row selects future keys only.
-    leaves["ranges"][:, 1] = torch.tensor([9, 12])
+    full, empty = (selection_leaves(empty=empty) for empty in (False, True))
+    for leaves in (full, empty):  # one row selects future keys only
+        leaves["ranges"][:, 1] = torch.tensor([9, 12])
     first, second = PAIRS[how]
 
     def program(p: Leaves) -> Any:
@@ -159,16 +159,14 @@ def test_two_fills(how: str, empty: bool) -> None:
 
         return laws.attention(p, fill=both)
 
-    check(program, leaves, named=["selection"], tolerance=1e-7)
-    assert _leak(program, leaves) == _leak(program, leaves, compiled=True)
+    check(program, full, others=[empty], named=["selection"], tolerance=1e-7)
+    call = laws.in_one_graph(program, Compiled())
+    for leaves in (full, empty):
+        assert _leak(program, leaves) == _leak(call, leaves)
 
 
-def _leak(fn: Callable[[Leaves], Any], leaves: Leaves, compiled: bool = False) -> list[bool]:
+def _leak(call: Callable[[Leaves], Any], leaves: Leaves) -> list[bool]:
     """Returns for each query whether its output depends on values of later keys."""
-    call = fn
-    if compiled:
-        torch._dynamo.reset()
-        call = torch.compile(lambda p: fn(p), backend=Compiled().backend, dynamic=False)
     S, T = leaves["q"].shape[1], leaves["k"].shape[1]
     base = observe(call, leaves, "no_grad").outputs[0]
     seen = []
@@ -269,22 +267,25 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("index", [12, -13, -1], ids=["past the end", "before the start", "negative"])
 @pytest.mark.parametrize("how", RAISING)
-def test_an_index_out_of_range_raises_as_in_eager(how: str, index: int) -> None:
+def test_an_index_out_of_range_raises_as_in_eager(how: str) -> None:
+    """Of 12 keys, 12 is past the end, -13 before the start, and -1 negative."""
     leaves = selection_leaves()
     leaves["ranges"] = leaves["ranges"][..., 0].clone()
-    good = {k: t.clone() for k, t in leaves.items()}
-    leaves["ranges"][0, 0, 0, 0] = index
-
     program = lambda p: sdpa(p, lambda p: RAISING[how](p["ranges"]))  # noqa: E731
-    check(program, good, named=["selection"])
-    want = observe(program, leaves, "no_grad")
-    got, _ = laws.compile_and_observe(program, leaves, Compiled(), mode="no_grad")
-    plain, _ = laws.compile_and_observe(program, leaves, Compiled(routes=False), mode="no_grad")
-    assert bool(got.error) == bool(want.error) or bool(got.error) == bool(plain.error), (got.error, want.error)
-    if not want.error and not got.error:
-        assert laws.apart(got.outputs[0], want.outputs[0]) < 1e-9
+    check(program, leaves, named=["selection"])
+    wrong = [{**leaves, "ranges": leaves["ranges"].clone()} for _ in range(3)]
+    for one, index in zip(wrong, (12, -13, -1), strict=True):
+        one["ranges"][0, 0, 0, 0] = index
+    routed, plain = (
+        [observe(call, one, "no_grad") for one in wrong]
+        for call in (laws.in_one_graph(program, Compiled(routes=routes)) for routes in (True, False))
+    )
+    for one, got, unrouted in zip(wrong, routed, plain, strict=True):
+        want = observe(program, one, "no_grad")
+        assert bool(got.error) == bool(want.error) or bool(got.error) == bool(unrouted.error), (got.error, want.error)
+        if not want.error and not got.error:
+            assert laws.apart(got.outputs[0], want.outputs[0]) < 1e-9
 
 
 # --- sizes --------------------------------------------------------------------------------------------------

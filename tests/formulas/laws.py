@@ -475,16 +475,15 @@ def differences(got: Seen, want: Seen, bar: float | Seen) -> list[str]:
     return found
 
 
-def compile_and_observe(
-    fn: Program, leaves: Leaves, compiled: Compiled, twice: bool = False, **how: Any
-) -> tuple[Seen, Seen | None]:
-    """Runs ``fn`` through Dynamo, routing and AOTAutograd.
-
-    With ``twice``, runs it again with in-place writes to the outputs before the backward.
-    """
+def in_one_graph(fn: Program, compiled: Compiled) -> Program:
+    """Returns ``fn`` for Dynamo, routing and AOTAutograd: compiled when first called, and once for leaves of equal shapes."""
     torch._dynamo.reset()
-    call = torch.compile(lambda p: fn(p), backend=compiled.backend, dynamic=False)
-    return observe(call, leaves, **how), observe(call, leaves, step=True, **how) if twice else None
+    return torch.compile(lambda p: fn(p), backend=compiled.backend, dynamic=False)
+
+
+def compile_and_observe(fn: Program, leaves: Leaves, compiled: Compiled, **how: Any) -> Seen:
+    """Runs ``fn`` through Dynamo, routing and AOTAutograd."""
+    return observe(in_one_graph(fn, compiled), leaves, **how)
 
 
 def compare(
@@ -494,23 +493,30 @@ def compare(
     mode: str = "train",
     steps: bool = True,
     autograd: bool = True,
+    others: Sequence[Leaves] = (),
     **how: Any,
 ) -> tuple[Compiled, list[str]]:
     """Returns the result of routing ``fn``, and its differences from eager.
+
+    The compiled code also runs on ``others``, leaves that differ in their values only.
 
     ``bar`` is the largest error allowed, or an fp64 run: then eager's own distance from it sets the limit. A
     difference that the same compile shows without routing is not reported but listed in ``excused``. Without
     ``autograd``, the graphs are interpreted.
     """
-    want = observe(fn, leaves, mode, **how)
-    stepped = observe(fn, leaves, mode, step=True, **how) if mode == "train" and steps else None
+    every = [leaves, *others]
+    wanted = [observe(fn, one, mode, **how) for one in every]
+    stepped = [observe(fn, one, mode, step=True, **how) for one in every] if mode == "train" and steps else []
 
     def differing(compiled: Compiled) -> list[str]:
-        twice = stepped is not None and not stepped.error
-        got, again = compile_and_observe(fn, leaves, compiled, twice, mode=mode, **how)
-        found = differences(got, want, bar)
-        if again is not None and stepped is not None:
-            found += [f"outputs stepped before backward: {d}" for d in differences(again, stepped, bar)]
+        call, found = in_one_graph(fn, compiled), list[str]()
+        for one, want in zip(every, wanted, strict=True):
+            found += differences(observe(call, one, mode, **how), want, bar)
+        for one, want in zip(every, stepped, strict=False):
+            if not want.error:
+                again = differences(observe(call, one, mode, step=True, **how), want, bar)
+                found += [f"outputs stepped before backward: {d}" for d in again]
+        assert len(compiled.graphs) <= 1 or not others, "leaves of other shapes were compiled again"
         return found
 
     compiled = Compiled(autograd=autograd)
@@ -558,7 +564,9 @@ def check(
     problems: list[str] = []
     first: Compiled | None = None
     for mode in modes:
-        if observe(fn, leaves, mode, **{k: v for k, v in how.items() if k not in ("autograd", "steps")}).error:
+        if observe(
+            fn, leaves, mode, **{k: v for k, v in how.items() if k not in ("autograd", "steps", "others")}
+        ).error:
             continue
         compiled, found = compare(fn, leaves, bar, mode=mode, **how)
         found += _expectations(compiled, routed, unrouted, named)
