@@ -202,7 +202,7 @@ def test_gradients_reach_every_parameter():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_training_step_on_the_cpu(dynamic):
-    model, x = scrambled().float(), torch.randn(5, 4, 16)
+    model, x = scrambled(sinkhorn_iters=3).float(), torch.randn(5, 4, 16)
     compiled = torch.compile(model, backend="mhc_inductor", fullgraph=True, dynamic=dynamic)
     results = []
     for fn in (model, compiled):
