@@ -131,7 +131,7 @@ def test_routed_of_all_and_the_same_results(family, attention, name):
         assert (found.indexers, found.attentions) == (indexers, attentions), text
     if name.startswith("prefill") and indexers == one.indexers > 0:
         assert not _scores_of_all_heads(found.graphs, family), "an indexer's products are still in the graph"
-    assert len(found.graphs) <= GRAPHS.get(family, 1) * (3 if mode.decode else 1), found.breaks
+    assert len(found.graphs) <= GRAPHS.get(family, 1) * (sparse_runs.STEPS if mode.decode else 1), found.breaks
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])

@@ -21,7 +21,9 @@ from tests.tools import capture
 
 INDEXERS = ("index_topk", "index_scores")
 ATTENTIONS = ("selection_attention", "selection_list_attention")
-BATCH, LENGTH, PROMPT = 2, 36, 33
+BATCH, LENGTH = 2, 36
+PROMPT, STEPS = 38, 2
+"""Tokens before the decoded ones, and how many are decoded: the last fills pools of 2, 4 and 8 tokens, the one before none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ def prepare(family: str, mode: Mode, attention: str) -> nn.Module:
     return model
 
 
-def evaluate(model: nn.Module, call: Callable[..., Any], mode: Mode, steps: int = 3) -> capture.Captured:
+def evaluate(model: nn.Module, call: Callable[..., Any], mode: Mode, steps: int = STEPS) -> capture.Captured:
     """Calls ``call``, which runs ``model``, in ``mode``; returns logits of real tokens, and gradients.
 
     ``steps`` tokens are decoded after an eager prompt, each with the cache that the last call left.
@@ -168,7 +170,7 @@ def _line(source: str) -> str:
 def routed(
     model: nn.Module,
     mode: Mode,
-    steps: int = 3,
+    steps: int = STEPS,
     *,
     routing: bool = True,
     options: RoutingOptions = DEFAULT,
@@ -211,7 +213,7 @@ def look(family: str, mode: Mode, attention: str) -> Found:
         return Found(0, 0, [], Report(), [], f"{type(error).__name__}: {_first(str(error))}")
 
 
-def compiled(model: nn.Module, mode: Mode, backend: str = "mhc_inductor", steps: int = 3) -> capture.Captured:
+def compiled(model: nn.Module, mode: Mode, backend: str = "mhc_inductor", steps: int = STEPS) -> capture.Captured:
     """Runs ``model`` through ``torch.compile``, generated code and all."""
     torch._dynamo.reset()
     return evaluate(model, torch.compile(model, backend=backend, dynamic=mode.dynamic), mode, steps)
