@@ -64,16 +64,15 @@ class Stack(nn.Module):
         return x
 
 
-def deepseek_v4() -> nn.Module:
+def deepseek_v4(heavy: int = 1) -> nn.Module:
     """Returns DeepSeek-V4-Flash with all kinds of layers and few experts; the defaults of its class are published.
 
-    Four layers, the last of them sparse as in the published order: the backward of the checkpointed model then launches
-    ``mhc_post`` as its third kernel, and has the outputs of three layers among its arguments.
+    The last layer is sparse as in the published order. With two ``heavy`` ones before it, the backward of the checkpointed
+    model launches ``mhc_post`` as its third kernel, and has the outputs of three layers among its arguments.
     """
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-    heavy = "heavily_compressed_attention"
-    kinds = ["sliding_attention", heavy, heavy, "compressed_sparse_attention"]
+    kinds = ["sliding_attention", *["heavily_compressed_attention"] * heavy, "compressed_sparse_attention"]
     few = {"n_routed_experts": 4, "num_experts_per_tok": 2, "num_hash_layers": 1, "vocab_size": 1024}
     return DeepseekV4ForCausalLM(
         DeepseekV4Config(num_hidden_layers=len(kinds), layer_types=kinds, use_cache=False, **few)
@@ -102,6 +101,8 @@ class Model:
     """How many keys its attentions have: no tensor of queries by keys may be allocated."""
     alone: tuple[str, ...] | None = None
     """The ops where the layers are compiled one by one, if not all."""
+    checkpointed: Callable[[], nn.Module] | None = None
+    """Builds the model where its layers are checkpointed, if that is another."""
 
 
 def _streams(dim: int) -> Model:
@@ -119,6 +120,7 @@ V4 = Model(
     heads=64,
     keys=(6144, 6144 + 6144 // 4, 6144 + 6144 // 128),
     alone=("mhc_pre", "mhc_post", "index"),
+    checkpointed=lambda: deepseek_v4(heavy=2),
 )
 MODELS = {
     "DeepSeek-V4-Flash": V4,
@@ -177,12 +179,13 @@ def _faked(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _prepared(one: Model, way: str) -> Callable[..., Any]:
     """Returns the model, compiled as ``way`` asks."""
+    checkpointed = way in ("checkpointed", "reentrant")
     with torch.device("meta"):
-        model = one.build()
+        model = one.checkpointed() if checkpointed and one.checkpointed else one.build()
     # The other models' formulas keep fp32 weights, which they cast.
     half = torch.float16 if way == "fp16" else torch.bfloat16
     _faked(model, half if one.keys else torch.float32).train(way != "inference")
-    if way in ("checkpointed", "reentrant"):
+    if checkpointed:
         if isinstance(model, Stack):
             model.reentrant = way == "reentrant"
         else:
