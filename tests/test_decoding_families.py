@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mhc_inductor.routing import Report
 from tests.formulas import sparse_families
@@ -39,11 +39,6 @@ def cached(call: Callable[..., Any], ids: Tensor) -> Tensor:
     return torch.cat(rows, 1)
 
 
-def full(model: nn.Module, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
-
-
 def apart(a: Tensor, b: Tensor) -> float:
     """Returns the largest distance of a token's logits, in units of the largest norm."""
     return float((a - b).norm(dim=-1).max() / b.norm(dim=-1).max())
@@ -56,7 +51,9 @@ CASES = [(family, attention) for family, one in FAMILIES.items() for attention i
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_routed_calls_with_a_cache_give_the_full_forward(family: str, attention: str) -> None:
     model, ids = sparse_families.build(family, attention), sparse_families.tokens(BATCH, sum(SIZES))
-    want, report, graphs = full(model, ids), Report(), list[torch.fx.GraphModule]()
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits
+    report, graphs = Report(), list[torch.fx.GraphModule]()
     torch._dynamo.reset()
     backend = capture.interpreted(report, graphs, capture.VERIFY)
     got, ops = cached(torch.compile(model, backend=backend, dynamic=False), ids), capture.ops_of(*graphs)

@@ -52,7 +52,7 @@ def _functions_of_the_pass() -> list[tuple[Any, str]]:
 
     sys.setprofile(trace)
     try:
-        laws.compile_and_observe(lambda p: block(p["x"], p), mhc_leaves(), laws.Compiled())
+        laws.observe(laws.in_one_graph(lambda p: block(p["x"], p), laws.Compiled()), mhc_leaves())
     finally:
         sys.setprofile(None)
     found = []
@@ -165,7 +165,7 @@ def test_an_exception_in_the_search_of_one_formula_leaves_the_others_routed(
 
     monkeypatch.setattr(owner, name, fail_first)
     want, compiled = laws.observe(program, leaves()), laws.Compiled()
-    got = laws.compile_and_observe(program, leaves(), compiled)
+    got = laws.observe(laws.in_one_graph(program, compiled), leaves())
     assert len(calls) > 1
     assert all(torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(got.outputs, want.outputs, strict=True))
     assert dict(compiled.ops) == ops

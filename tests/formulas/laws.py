@@ -481,11 +481,6 @@ def in_one_graph(fn: Program, compiled: Compiled) -> Program:
     return torch.compile(lambda p: fn(p), backend=compiled.backend, dynamic=False)
 
 
-def compile_and_observe(fn: Program, leaves: Leaves, compiled: Compiled, **how: Any) -> Seen:
-    """Runs ``fn`` through Dynamo, routing and AOTAutograd."""
-    return observe(in_one_graph(fn, compiled), leaves, **how)
-
-
 def compare(
     fn: Program,
     leaves: Leaves,
@@ -498,11 +493,9 @@ def compare(
 ) -> tuple[Compiled, list[str]]:
     """Returns the result of routing ``fn``, and its differences from eager.
 
-    The compiled code also runs on ``others``, leaves that differ in their values only.
-
-    ``bar`` is the largest error allowed, or an fp64 run: then eager's own distance from it sets the limit. A
-    difference that the same compile shows without routing is not reported but listed in ``excused``. Without
-    ``autograd``, the graphs are interpreted.
+    The compiled code also runs on ``others``, leaves that differ in their values only. ``bar`` is the largest error
+    allowed, or an fp64 run: then eager's own distance from it sets the limit. A difference that the same compile shows
+    without routing is not reported but listed in ``excused``. Without ``autograd``, the graphs are interpreted.
     """
     every = [leaves, *others]
     wanted = [observe(fn, one, mode, **how) for one in every]

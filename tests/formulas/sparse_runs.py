@@ -21,9 +21,8 @@ from tests.tools import capture
 
 INDEXERS = ("index_topk", "index_scores")
 ATTENTIONS = ("selection_attention", "selection_list_attention")
-BATCH, LENGTH = 2, 36
-PROMPT, STEPS = 38, 2
-"""Tokens before the decoded ones, and how many are decoded: the last fills pools of 2, 4 and 8 tokens, the one before none."""
+BATCH, LENGTH, PROMPT, STEPS = 2, 36, 38, 2
+"""After a prompt, ``STEPS`` tokens are decoded: the last fills pools of 2, 4 and 8 tokens, the one before none."""
 
 
 @dataclasses.dataclass(frozen=True)

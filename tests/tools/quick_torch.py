@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import torch._dynamo.config
 import torch._dynamo.guards
@@ -16,22 +15,11 @@ def apply() -> None:
     # test needs.
     torch._dynamo.config.run_gc_after_compile = False
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
-    _optimise_less()
-    rare_collections()
-
-
-def _optimise_less() -> None:
-    """Compiles C++ with -O1 in place of -O3, in two thirds of the time.
-
-    The results are the same bits: Inductor's own options already forbid to contract, reorder and vectorise arithmetic.
-    """
+    # -O1 takes two thirds of the time, and gives the same bits: Inductor forbids -O3 to contract and reorder arithmetic.
     flags = cpp_builder._get_optimization_cflags
-
-    def of(*args: Any, **options: Any) -> tuple[list[str], list[str]]:
-        compiling, linking = flags(*args, **options)
-        return ["O1" if flag == "O3" else flag for flag in compiling], linking
-
-    cpp_builder._get_optimization_cflags = of
+    less = lambda *a, **k: tuple([f.replace("O3", "O1") for f in part] for part in flags(*a, **k))  # noqa: E731
+    cpp_builder._get_optimization_cflags = less  # type: ignore[assignment]
+    rare_collections()
 
 
 def rare_collections() -> None:
