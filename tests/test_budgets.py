@@ -15,7 +15,7 @@ PACKAGE = ("mhc_inductor", "kernels", "lowerings")
 BUDGETS: dict[tuple[str, ...], int] = {
     PACKAGE: 50_869,
     ("benchmarks",): 10_399,
-    ("tests",): 56_371,
+    ("tests",): 56_372,
     ("examples",): 3_442,
 }
 
