@@ -15,8 +15,8 @@ def apply() -> None:
     # test needs.
     torch._dynamo.config.run_gc_after_compile = False
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
-    # -O1 takes two thirds of the time, and gives the same bits: Inductor forbids -O3 to contract and reorder arithmetic.
-    if flags := getattr(cpp_builder, "_get_optimization_cflags", None):  # torch 2.11 to 2.13: compiler's and linker's
+    # -O1 takes two thirds of the time: Inductor forbids -O3 to contract and reorder arithmetic. Seen in torch 2.13.
+    if flags := getattr(cpp_builder, "_get_optimization_cflags", None):
         less = lambda *a, **k: tuple([f.replace("O3", "O1") for f in part] for part in flags(*a, **k))  # noqa: E731
         cpp_builder._get_optimization_cflags = less  # type: ignore[assignment]
     rare_collections()
