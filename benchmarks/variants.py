@@ -78,7 +78,7 @@ class Run(running.PartRun):
     long_us: ClassVar[float] = math.inf
     """Microseconds above which a peer's call is timed once, without a graph."""
     alike: ClassVar[bool] = False
-    """Whether all variants get as many rounds, but for those that are called, not replayed: they get a few, on their own."""
+    """Whether all variants that are replayed get as many rounds, however long they take, and those that are called a few."""
 
     def ready(self, v: Variant, row: Row) -> Ready:
         """Returns the prepared call of a variant; notes in its row the seconds it took and whether it was captured."""

@@ -172,7 +172,7 @@ def test_inputs_that_start_anywhere():
 @on_hopper
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic):
-    options = [*{**h.PRE_OPTIONS, **SIZED}.values()]
+    options = [*{**h.PRE_OPTIONS, **SIZED}.values()]  # Dynamo does not iterate over a dict's values
     call = lambda *a: torch.ops.mhc_inductor.mhc_post_pre(*a[:4], True, *a[4:], *options)[:4]  # noqa: E731
     check_training_step(call, h.make_fused_inputs((200,), 4, 1024, BF16, device="cuda"), dynamic=dynamic)
 
