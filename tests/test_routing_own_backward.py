@@ -315,6 +315,27 @@ def test_a_backward_that_reads_another_tensor(other: Tensor, read: bool) -> None
     assert bool(reasons(got)) == read and all(r.startswith(DIFFERS + "gradients") for r in reasons(got)), reasons(got)
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_a_parameter_that_is_only_saved_gets_no_gradient(used: bool) -> None:
+    """Zeros in place of None would let an optimiser's weight decay move it."""
+    p = {**parameters(), "other": torch.tensor(1.0, requires_grad=True)}
+    given = _given(lambda grad, other: grad)
+    fn = lambda x: around(x, p, lambda logits: given(logits, p["other"])) * (p["other"] if used else 1)  # noqa: E731
+    got = alike(fn, (streams(),), p.items(), dynamic=None)
+    assert (got.grads["other"] is not None) == used
+    assert [r.op for r in got.report.routed if r.detail.endswith(OWN)] == ["mhc_sinkhorn"], reasons(got)
+
+
+def test_a_result_that_needs_a_gradient_for_a_saved_parameter_alone() -> None:
+    """As in eager it needs one, which no input of the op does."""
+    other = torch.tensor(1.0, requires_grad=True)
+    given = _given(lambda grad, other: grad)
+    compiled, reports = looking(lambda logits, other: given(logits, other))
+    logits = torch.randn(5, N, N)
+    assert compiled(logits, other).requires_grad == given(logits, other).requires_grad
+    assert reports[0].routed and not any(r.detail.endswith(OWN) for r in reports[0].routed)
+
+
 def test_a_backward_that_gives_another_tensor_a_gradient() -> None:
     p = {**parameters(), "other": torch.tensor(1.0, requires_grad=True)}
     given = _given(lambda grad, other: grad, gives=True)

@@ -225,15 +225,16 @@ class Edit:
 
         Dynamic sizes are read from ``node`` or ``like`` at run time.
         """
-        have, wanted = self._known(example(node).shape), self._known(shape)
-        if len(have) == len(wanted) and all(compat.routing.same_size(a, b) for a, b in zip(have, wanted, strict=True)):
+        have, wanted, same = self._known(example(node).shape), self._known(shape), compat.routing.same_size
+        if len(have) == len(wanted) and all(map(same, have, wanted)):
             return node
         sizes: list[Any] = []
         for size in wanted:
             if isinstance(size, int):
                 sizes.append(size)
                 continue
-            source = self._sized(size, (node, like))
+            places = ((n, d) for n in (node, like) for d, other in enumerate(example(n).shape) if same(other, size))
+            source = next(places, None)
             if source is not None:
                 sizes.append(self.emit("size", *source))
             elif -1 not in sizes:
@@ -241,12 +242,6 @@ class Edit:
             else:
                 raise Mismatch("the result's shape has more than one dynamic size that no input has")
         return self.emit("reshape", node, *sizes)
-
-    def _sized(self, size: Any, nodes: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
-        places = (
-            (s, d) for s in nodes for d, other in enumerate(example(s).shape) if compat.routing.same_size(other, size)
-        )
-        return next(places, None)
 
     def _known(self, shape: Sequence[Any]) -> list[Any]:
         """Returns the sizes with fixed symbols replaced by their values."""
@@ -415,11 +410,10 @@ class Edit:
             roots |= given[node] if node in given else view.roots.get(node, 0)
         if roots & ~view.reached_anyway(old):
             raise Mismatch(
-                "the op would give a parameter a gradient of zeros where the model gives none",
-                self.view.value(old),
+                "the op would give a parameter a gradient of zeros where the model gives none", view.value(old)
             )
         self._reach[old] = roots
-        if not view.roots[old] & ~roots:
+        if match.saved or not view.roots[old] & ~roots:
             return new
         zeros = view.roots[old] & ~(roots | self._reached_past(old))
         self._reach[old] |= zeros
@@ -464,7 +458,8 @@ class Edit:
             # An in-place step of the formula that stays for another reason must not write the op's result.
             # What the formula itself reads before the op's place stays too: the result does not exist there yet.
             if user not in fresh and user not in steps and self.view.position.get(user, here) >= here:
-                self._redirect(user, a, new)
+                self._replaced.append((user, user.args, user.kwargs))
+                user.replace_input_with(a, new)
         self._learn(old, new)
 
     def _readers(self, old: fx.Node, real: fx.Node, steps: set[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
@@ -476,10 +471,6 @@ class Edit:
         own = any(real in self.view.effects.written(step) for step in steps)
         exact = [user for user in real.users if not own or resolved.get(user, {}).get(real, old) is old]
         return [(user, real) for user in exact]
-
-    def _redirect(self, user: fx.Node, old: fx.Node, new: fx.Node) -> None:
-        self._replaced.append((user, user.args, user.kwargs))
-        user.replace_input_with(old, new)
 
     def _learn(self, old: fx.Node, new: fx.Node) -> None:
         self._learned.append((old, new))

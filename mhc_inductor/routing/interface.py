@@ -113,6 +113,8 @@ class Match:
             ``compare(outputs of the formula, outputs of the op, *inner)`` returns the error, or None for the usual
             comparison.
         inner: values inside the formula, such as the scores of choices, that ``compare`` reads.
+        saved: what the formula reads apart from ``inputs`` is only kept by an ``autograd.Function``: it gets no gradient,
+            not zeros.
     """
 
     op: str
@@ -129,6 +131,7 @@ class Match:
     proposed: bool = False
     compare: Callable[..., float | None] | None = None
     inner: Sequence[Value] = ()
+    saved: bool = False
 
     @property
     def start(self) -> Value:

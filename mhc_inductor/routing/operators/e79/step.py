@@ -80,7 +80,7 @@ class Update:
     """What it is computed from, down to the matrices of the steps."""
 
 
-def _sources(value: Value, ends: Set[Value | None]) -> set[Value]:
+def _behind(value: Value, ends: Set[Value | None]) -> set[Value]:
     """Returns a value and what it is computed from, down to ``ends``."""
     return {value}.union(*(behind(a, passed=lambda v: v not in ends) for a in values_in(value.args)))
 
@@ -137,7 +137,7 @@ class Recogniser:
         rounded = [v for v in self.known if written(v)]
         given = dict.fromkeys([*self.updates, *(u.state for u in self.updates.values()), *rounded])
         for value, update in self.updates.items():
-            update.near = _sources(value, given.keys() - {update.rounded})
+            update.near = _behind(value, given.keys() - {update.rounded})
         n, g = self.frame.n, torch.Generator(device="cpu").manual_seed(0)
         with compat.routing.outside_compile():
             self._given = {

@@ -78,16 +78,16 @@ class SinkhornFunction:
     def match(self, view: View, node: fx.Node) -> Match | Miss | None:
         """Returns the iterations of a Function's forward, a near miss where its backward is something else, or None."""
         found = _function(view, node)
-        if found is None:
-            return None
+        if found is None or (view.roots[node] and not view.roots[node_of(found.steps.logits)]):
+            return None  # where only what is saved needs a gradient, so does the result, without giving it one
         key, made = found.key, Sinkhorn(found.steps, found.result).match()
         if key not in self._known:
             self._known[key] = _difference(found)
         if self._known[key] or found.forward is not None:
             return Miss(made.op, self._known[key], found.result, found.result) if self._known[key] else None
         fix(found.call)
-        made.detail += ", of an autograd.Function whose backward is their derivative"
-        return made
+        detail = f"{made.detail}, of an autograd.Function whose backward is their derivative"
+        return dataclasses.replace(made, detail=detail, saved=True)
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
         """Emits the op and returns the Function's result with its new node. Raises Mismatch."""
