@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -150,24 +153,33 @@ def test_command_line() -> None:
     assert run.stdout.strip().endswith("usable")
 
 
-def test_command_line_without_rich_and_typer() -> None:
-    code = (
-        "import sys, runpy; sys.modules.update(rich=None, typer=None); sys.modules['rich.console'] = None;"
-        "sys.argv = ['mhc_inductor', 'doctor']; runpy.run_module('mhc_inductor', run_name='__main__')"
-    )
-    run = _run("-c", code)
-    assert run.returncode == 0, run.stderr
-    assert "versions:\n  mhc_inductor: " in run.stdout
-    assert run.stdout.strip().endswith("usable")
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs ``python -m mhc_inductor`` in this process; returns the exit status and what was printed."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "160")
+        monkeypatch.setattr(sys, "argv", ["mhc_inductor", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("mhc_inductor", run_name="__main__")
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
-def test_wrong_command_fails() -> None:
-    assert _run("-m", "mhc_inductor", "nurse").returncode != 0
+def test_command_line_without_rich_and_typer(monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any]) -> None:
+    for name in ("rich", "typer", "rich.console"):
+        monkeypatch.setitem(sys.modules, name, None)
+    status, out, err = command("doctor")
+    assert status == 0, err
+    assert "versions:\n  mhc_inductor: " in out
+    assert out.strip().endswith("usable")
+    assert json.loads(command("doctor", "--json")[1])["usable"] is True
 
 
-@pytest.mark.parametrize("typer", ["", "import sys; sys.modules['typer'] = None; "])
-def test_json_is_all_that_is_printed(typer: str) -> None:
-    run = _run("-c", f"{typer}from mhc_inductor.__main__ import main; raise SystemExit(main(['doctor', '--json']))")
+def test_json_is_all_that_is_printed() -> None:
+    run = _run("-m", "mhc_inductor", "doctor", "--json")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert found["usable"] is True and found["versions"]["torch"] == torch.__version__
@@ -182,13 +194,15 @@ def test_json_is_all_that_is_printed(typer: str) -> None:
         ([], "Exit status: 0 if it is done"),
     ],
 )
-def test_wrong_arguments_end_with_2_and_no_traceback(arguments: list[str], said: str) -> None:
-    run = _run("-m", "mhc_inductor", *arguments)
-    text = " ".join((run.stdout + run.stderr).split())
-    assert run.returncode == 2 and said in text and "Traceback" not in text, text
+def test_wrong_arguments_end_with_2_and_no_traceback(
+    arguments: list[str], said: str, command: Callable[..., Any]
+) -> None:
+    status, out, err = command(*arguments)
+    text = " ".join((out + err).split())
+    assert status == 2 and said in text and "Traceback" not in text, text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_nothing_to_measure_on_ends_with_1() -> None:
-    run = _run("-m", "mhc_inductor", "tune", "--json")
-    assert (run.returncode, run.stdout) == (1, "") and "no GPU is visible" in run.stderr
+def test_nothing_to_measure_on_ends_with_1(command: Callable[..., Any]) -> None:
+    status, out, err = command("tune", "--json")
+    assert (status, out) == (1, "") and "no GPU is visible" in err
