@@ -13,7 +13,6 @@ import mhc_inductor
 from mhc_inductor.nn import CONVENTIONS, HyperConnection, HyperHead
 from mhc_inductor.ops import registry
 from tests.oracles import mhc as h
-from tests.oracles import single_pass as one
 from tests.oracles.mhc import HEAD_OPTIONS, OPS, PRE_OPTIONS, compare, make_inputs, relative, upstream
 from tests.oracles.op_contract import check_outputs, op
 from tests.oracles.samples import sample, trainable
@@ -26,39 +25,6 @@ NAMES = [name for name in registry.REFERENCE if registry.argument_names(name)[-1
 
 
 # --- the specification --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("full", [True, False], ids=["full", "2n"])
-@pytest.mark.parametrize("gamma", [True, False], ids=["gamma", "plain"])
-def test_pre_against_fp64_autograd(full: bool, gamma: bool) -> None:
-    inputs = make_inputs((2, 3), 4, 24, full=full, gamma=gamma)
-    options = {**OUTSIDE, "sinkhorn_iters": 3 if full else 0}
-    keys = ("h_in", "h_post", "h_res") if full else ("h_in", "h_post")
-    up = upstream({k: t for k, t in h.oracle_pre(inputs, None, options).items() if k in keys})
-    errors = compare(h.run_pre(inputs, up, options), h.oracle_pre(inputs, up, options), EXACT)
-    assert {"inv_rms", "dx", "dphi", "dalpha", "dbias"} <= errors.keys()
-    inside = h.run_pre(inputs, up, {**options, "norm_form": "inside"})
-    assert relative(inside["dx"], h.oracle_pre(inputs, up, options)["dx"]) > 1e-3
-
-
-def test_head_and_fused_and_single_pass_against_fp64_autograd() -> None:
-    head = make_inputs((3,), 4, 20, head=True)
-    up = upstream({"h_in": h.run_head(head)["h_in"]})
-    compare(h.run_head(head, up, OUTSIDE), h.oracle_head(head, up, OUTSIDE), EXACT)
-    for kind in (True, False):
-        inputs = h.make_fused_inputs((3,), 4, 20, head=kind)
-        out = h.run_fused(inputs, True, None, OUTSIDE)
-        up = upstream({k: out[k] for k in ("x_out", "h_in", "next_post", "next_res") if k in out})
-        got = h.run_fused(inputs, True, up, OUTSIDE)
-        compare(got, h.oracle_fused(inputs, True, out["x_out"], up, OUTSIDE), EXACT)
-    inputs = one.make_inputs((3,), 4, 20)
-    options = {**OUTSIDE, "sinkhorn_iters": 2}
-    out = one.run(inputs, True, None, options)
-    up = upstream({k: out[k] for k in one.UP})
-    compare(one.run(inputs, True, up, options), one.oracle(inputs, True, out["x_out"], up, options), EXACT)
-    alone = make_inputs((3,), 4, 20)
-    up = upstream({k: v for k, v in one.run_coefficients(alone, None, options).items() if k in one.COEFFICIENTS[:3]})
-    compare(one.run_coefficients(alone, up, options), one.oracle_coefficients(alone, up, options), EXACT)
 
 
 def test_gradcheck() -> None:

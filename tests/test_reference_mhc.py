@@ -50,9 +50,8 @@ def _made(name):
     whole = [{}, {"gamma": False}, {"full": False}, {"full": False, "gamma": False}]
     if name in ("post", "post_head"):
         return [{}, {"residual": False}]
-    kinds = {"pre": whole, "head": whole[:2], "post_pre": whole[:3], "single_pass": [*whole[:3], {"residual": False}]}[
-        name
-    ]
+    kinds = {"pre": whole, "head": whole[:2], "post_pre": whole[:3], "coefficients": whole[:1]}
+    kinds = kinds.get(name, [*whole[:3], {"residual": False}])
     return [*kinds, *({**kind, "residual": False} for kind in kinds if name == "post_pre")]
 
 
@@ -118,6 +117,18 @@ def test_pre_through_sinkhorn(iters, form):
 def test_every_constant_off_its_default(name, form):
     options = {"norm_eps": 0.3, "hc_eps": 0.07, "post_mult": 3.1, "post_eps": 0.4, "sinkhorn_eps": 0.01}
     check(name, one.FORMULAS[name][0]((4,), 3, 20), False, {**options, "sinkhorn_iters": 3, "sinkhorn_form": form})
+
+
+@pytest.mark.parametrize(
+    ("name", "made"), [(n, made) for n in one.FORMULAS if n != "post" for made in _made(n)], ids=str
+)
+def test_eps_outside_the_root(name, made):
+    """Uses an eps that tells the two forms of the norm apart."""
+    inputs = one.FORMULAS[name][0]((2, 3), 4, 20, **made)
+    options = {"norm_eps": 0.1, "sinkhorn_iters": 0 if name in ("head", "post_head") or "full" in made else 3}
+    outside, inside = (check(name, inputs, options={**options, "norm_form": form}) for form in ("outside", "inside"))
+    assert outside.keys() >= {"inv_rms", "dx", "dphi", "dalpha", "dbias"}
+    assert relative(inside["dx"], outside["dx"]) > 5e-4
 
 
 @pytest.mark.parametrize("case", MISTAKES)
