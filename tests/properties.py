@@ -289,10 +289,7 @@ PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], Strategies]] = {
     **{f"mhc_{name}": _layer(name, **_SITE) for name in ("post_pre", "post_head", "single_pass")},
     "mhc_coefficients": _layer("coefficients"),
     "mhc_collapse": (collapse, MHC),
-    "mhc_sinkhorn": (
-        sinkhorn,
-        drawn(lead=LEAD, n=(2, 8), dtype=DTYPE, iters=(1, 4), form=ITERATIONS["sinkhorn_form"]),
-    ),
+    "mhc_sinkhorn": (sinkhorn, drawn(lead=LEAD, n=(2, 8), dtype=DTYPE, iters=(1, 4), form=ITERATIONS["sinkhorn_form"])),
     "e79_scan": (
         scan,
         drawn(T=(1, 12), B=(0, 2), n=(1, 9), dtype=DTYPE, bias=["none", "fixed", "input"], state=bool, segment=(1, 9)),

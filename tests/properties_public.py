@@ -345,10 +345,7 @@ PROPERTIES: Mapping[str, Property] = {
         drawn(form=["ranges", "blocks", "lists"], sink=bool, one=bool, size=(1, 4), B=(0, 2), S=(0, 6), S_kv=(6, 13))
         | drawn(G=(1, 2), h=(1, 3), Dk=_SIZE, Dv=_SIZE, dtype=DTYPE),
     ),
-    "nn.SparseIndexer": (
-        indexer,
-        _INDEX | drawn(topk=(1, 21), scale=st.none() | st.floats(0, 2), causal=bool),
-    ),
+    "nn.SparseIndexer": (indexer, _INDEX | drawn(topk=(1, 21), scale=st.none() | st.floats(0, 2), causal=bool)),
     "nn.SparseIndexer.loss": (indexer_loss, _LOSS | drawn(dtype=WIDE, reduction=["mean", "sum", "none"])),
     "nn.NativeSparseAttention": (
         native,
@@ -357,10 +354,7 @@ PROPERTIES: Mapping[str, Property] = {
     ),
     "enable": (options, _OPTIONS | drawn(profile_scopes=bool)),
     "route_exported": (exported, _OPTIONS),
-    "warmup": (
-        warmed,
-        drawn(rows=st.lists(st.integers(1, 4), max_size=3), by_name=bool, backward=bool),
-    ),
+    "warmup": (warmed, drawn(rows=st.lists(st.integers(1, 4), max_size=3), by_name=bool, backward=bool)),
 }
 """Of each public function or module what checks a case, and what is drawn for it."""
 

@@ -44,10 +44,7 @@ class SinglePass(nn.Module):
         return h, mhc_inductor.selection_attention(q[:, :, None], k, k, indices=chosen[:, :, None])
 
 
-MODELS = {
-    "everything": lambda: packaged.Everything(WIDTH, 8, picks=True, recurrent=True),
-    "single_pass": SinglePass,
-}
+MODELS = {"everything": lambda: packaged.Everything(WIDTH, 8, picks=True, recurrent=True), "single_pass": SinglePass}
 
 
 def save(name: str, folder: pathlib.Path = DATA) -> None:

@@ -49,11 +49,7 @@ print(json.dumps({{"out": out.sum().item(), "grad": args[2].grad.sum().item(), "
 def _run(package: pathlib.Path, cache: pathlib.Path, backend: str) -> dict[str, float]:
     env = {**os.environ, "PYTHONPATH": str(package), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        [sys.executable, "-c", STEP.format(backend=backend)],
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=package,
+        [sys.executable, "-c", STEP.format(backend=backend)], capture_output=True, text=True, env=env, cwd=package
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

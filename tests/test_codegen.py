@@ -25,10 +25,7 @@ POST_PRE = ("mhc_post", *PRE)
 POST_PRE_BACKWARD = (*PRE_BACKWARD[:3], "mhc_post_backward", *PRE_BACKWARD[3:])
 FLOATS = (1e-6, 1e-6, 2.0, 0.0, 20, 1e-6, "softmax")
 
-pytestmark = [
-    pytest.mark.usefixtures("no_caches"),
-    without_a_gpu,
-]
+pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 
 
 def _layer(x, phi, alpha, bias, w):

@@ -19,10 +19,7 @@ OPS, F32 = torch.ops.mhc_inductor, torch.float32
 N = 32
 BACKWARD = ("e79_backward", "e79_finish")
 
-pytestmark = [
-    pytest.mark.usefixtures("no_caches"),
-    without_a_gpu,
-]
+pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 
 
 @pytest.fixture

@@ -27,11 +27,7 @@ def _layer(x, phi, alpha, bias):
 
 def _generate(model=_layer, dtype=torch.bfloat16):
     """Returns the generated source of ``model``."""
-    with (
-        fake_cuda(),
-        FakeTensorMode(),
-        torch.no_grad(),
-    ):
+    with fake_cuda(), FakeTensorMode(), torch.no_grad():
         x = torch.empty(2, 64, 4, 256, dtype=dtype, device="cuda")
         phi, alpha, bias = (torch.empty(*n, device="cuda") for n in ((24, 1024), (3,), (24,)))
         (code,) = generated_code(

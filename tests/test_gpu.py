@@ -250,10 +250,7 @@ def test_float64_runs_the_reference_and_logs_it(caplog):
     log._said.clear()
     x = torch.randn(3, N, 32, dtype=torch.float64, device="cuda")
     phi = torch.randn(N, N * 32, dtype=torch.float64, device="cuda")
-    one, bias = (
-        torch.ones(1, dtype=torch.float64, device="cuda"),
-        torch.zeros(N, dtype=torch.float64, device="cuda"),
-    )
+    one, bias = (torch.ones(1, dtype=torch.float64, device="cuda"), torch.zeros(N, dtype=torch.float64, device="cuda"))
     with caplog.at_level("WARNING", logger="mhc_inductor"):
         out = mhc_head(x, phi, one, bias)
     assert out.dtype == torch.float64 and "float64 has no kernel" in caplog.text

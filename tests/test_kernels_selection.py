@@ -202,8 +202,7 @@ def taken(path, case):
 
 
 @pytest.mark.parametrize(
-    ("path", "case"),
-    named((path, case) for i, case in enumerate(CASES) for path in paths_of(i) if taken(path, case)),
+    ("path", "case"), named((path, case) for i, case in enumerate(CASES) for path in paths_of(i) if taken(path, case))
 )
 def test_against_fp64(device, path, case):
     run(path, device, **case)

@@ -138,11 +138,7 @@ CASES = cases(
         [("window" if t is F16 and k == "fills" else k, t) for k in ("causal", "fills", "biased") for t in LOW],
     ),
     masks_that_broadcast=({**MASK, "B": 2, "S": 18, "S_kv": 40}, "shared_mask", ["", "B", "G", "BG", "S", "BGS"]),
-    mask_widths=(
-        {**MASK, "kind": "window", "S": 5, "G": 1, "h": some(20, 3), "S_kv": 70},
-        "Dk Dv shared dtype",
-        WIDE,
-    ),
+    mask_widths=({**MASK, "kind": "window", "S": 5, "G": 1, "h": some(20, 3), "S_kv": 70}, "Dk Dv shared dtype", WIDE),
     mask_widest=(
         {**MASK, **LATENT, "dtype": BF16, "S": 3},
         "shared kind",
@@ -260,10 +256,7 @@ def test_the_order_of_a_list_does_not_matter(builder):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [*product(["list", "random", "biased"], ["q", "k", "v"]), ("list", "bias")],
-)
+@pytest.mark.parametrize(("kind", "name"), [*product(["list", "random", "biased"], ["q", "k", "v"]), ("list", "bias")])
 def test_nan_in_a_key_reaches_only_the_queries_that_see_it(builder, kind, name, bad):
     sizes = {"B": 1, "S": 6, "G": 1, "S_kv": 30, "device": str(builder.device)}
     if kind == "list":

@@ -110,11 +110,7 @@ def test_parameters_are_fp32_and_named_as_the_specification():
         torch.set_default_dtype(torch.float32)
     own = {k: tuple(p.shape) for k, p in b.named_parameters(recurse=False)}
     assert own == {"phi": (24, N * D), "alpha": (3,), "bias": (24,), "gamma": (N, D)}
-    assert {k: tuple(p.shape) for k, p in head.named_parameters()} == {
-        "phi": (N, N * D),
-        "alpha": (1,),
-        "bias": (N,),
-    }
+    assert {k: tuple(p.shape) for k, p in head.named_parameters()} == {"phi": (N, N * D), "alpha": (1,), "bias": (N,)}
     assert all(p.dtype is torch.float32 for p in [*b.parameters(recurse=False), *head.parameters()])
     assert "gamma" not in dict(block().named_parameters())
 

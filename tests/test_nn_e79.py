@@ -234,11 +234,7 @@ def test_a_state_of_another_batch_is_named():
 
 
 # Smallest known errors of the authors' CUDA gradients against fp64: (first T affected, bias modes, relative error).
-AUTHORS_CUDA = {
-    "W_m": (17, ("none", "fixed", "input"), 0.20),
-    "W_k": (2, ("fixed",), 0.04),
-    "x": (2, ("fixed",), 0.04),
-}
+AUTHORS_CUDA = {"W_m": (17, ("none", "fixed", "input"), 0.20), "W_k": (2, ("fixed",), 0.04), "x": (2, ("fixed",), 0.04)}
 
 
 @pytest.mark.parametrize("bias", BIASES)

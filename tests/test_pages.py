@@ -55,11 +55,7 @@ WITH_CODE = [p for p in PAGES if blocks((ROOT / p).read_text())]
 
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_the_code_of_a_page_runs(
-    page: str,
-    quick: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: pathlib.Path,
+    page: str, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
     """Blocks run one after the other, as a reader would run them; each report of ``explain`` is printed once."""
     module = ModuleType(re.sub(r"\W", "_", page))  # Dynamo imports the modules of functions, and remembers them

@@ -293,10 +293,7 @@ def _given(backward: Fn, gives: bool = False) -> Fn:
     """Returns the ``apply`` of a Function that takes a tensor too, which its backward may read, or give a gradient."""
     return own(
         lambda logits, other: iterations("softmax", logits),
-        lambda logits, other, grad: (
-            backward(by_hand("softmax", logits, grad), other),
-            grad.sum() if gives else None,
-        ),
+        lambda logits, other, grad: (backward(by_hand("softmax", logits, grad), other), grad.sum() if gives else None),
     )
 
 

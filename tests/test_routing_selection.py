@@ -434,8 +434,7 @@ def _weights_without_gradients(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) 
 
 
 @pytest.mark.parametrize(
-    ("fn", "reason"),
-    [(_ranges_changed, "written in place"), (_weights_without_gradients, "gradients are switched")],
+    ("fn", "reason"), [(_ranges_changed, "written in place"), (_weights_without_gradients, "gradients are switched")]
 )
 def test_surroundings_that_forbid_it(fn: Around, reason: str) -> None:
     assert reason in reasons(routed(fn, _given(), ops={}, bound=0.0))

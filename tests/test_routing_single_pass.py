@@ -265,10 +265,7 @@ AFTER_A_POST: dict[str, tuple[Fn, dict[str, int] | None]] = {
         lambda x, w, p: (mhc_collapse(x, w), mhc_collapse(x, w * 2), x, *mhc_coefficients(x, *p)),
         {"single_pass": 1, "collapse": 1},
     ),
-    "parts in two grad modes": (
-        lambda x, w, p: (*torch.no_grad()(mhc_coefficients)(x, *p), mhc_collapse(x, w)),
-        APART,
-    ),
+    "parts in two grad modes": (lambda x, w, p: (*torch.no_grad()(mhc_coefficients)(x, *p), mhc_collapse(x, w)), APART),
     "a write to the streams between the parts": (
         lambda x, w, p: (mhc_collapse(x, w), x.mul_(2), *mhc_coefficients(x, *p)),
         APART,

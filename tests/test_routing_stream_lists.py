@@ -190,10 +190,7 @@ def site(
     return new
 
 
-TURNED: dict[str, Layer] = {
-    "site": site,
-    "transposed": lambda xs, p: site(xs, p, element=lambda o, i: (i, o)),
-}
+TURNED: dict[str, Layer] = {"site": site, "transposed": lambda xs, p: site(xs, p, element=lambda o, i: (i, o))}
 
 
 @pytest.mark.parametrize("name", TURNED)
@@ -228,10 +225,7 @@ WRONG: dict[str, tuple[Layer, set[str]]] = {
     ),
     "one element missing": (lambda x, p: site(x, p, without=[(2, 1)]), {"mhc_pre"}),
     "one row missing": (lambda x, p: site(x, p, without=[(2, i) for i in range(N)]), {"mhc_pre"}),
-    "one stream transposed": (
-        lambda x, p: site(x, p, element=lambda o, i: (i, o) if o == 1 else (o, i)),
-        {"mhc_pre"},
-    ),
+    "one stream transposed": (lambda x, p: site(x, p, element=lambda o, i: (i, o) if o == 1 else (o, i)), {"mhc_pre"}),
     "h_post of another stream": (lambda x, p: site(x, p, h_post=[0, 1, 1, 3]), {"mhc_pre"}),
     "h_post in another order": (lambda x, p: site(x, p, h_post=[1, 0, 2, 3]), {"mhc_pre"}),
     "the projection in another order": (lambda x, p: site(x[::-1], p, x, x), set()),

@@ -43,11 +43,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def call(
-    fn: Callable[..., Any],
-    given: list[Tensor],
-    check: Verifier | None = None,
-    grad: bool = True,
-    dynamic: bool = False,
+    fn: Callable[..., Any], given: list[Tensor], check: Verifier | None = None, grad: bool = True, dynamic: bool = False
 ) -> Captured:
     """Calls ``fn`` once, routed without code generation, and verified unless ``check`` is another Verifier."""
     how = {"dynamic": dynamic, "symbolic": [(0, 0), (2, 0)] if dynamic else []}

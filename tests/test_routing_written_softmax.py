@@ -258,11 +258,7 @@ LOGS: dict[str, Form] = {
     "divided by a sink": divided,
     # A sink in the softmax, and the logarithm without it.
     "sunk": lambda s, v, z: (product(and_sink(s, z).softmax(-1)[..., :-1], v), s.logsumexp(-1)),
-    "twice": lambda s, v, z: (
-        product(s.softmax(-1), v),
-        s.logsumexp(-1) + 1,
-        s.logsumexp(-1, keepdim=True) * 2,
-    ),
+    "twice": lambda s, v, z: (product(s.softmax(-1), v), s.logsumexp(-1) + 1, s.logsumexp(-1, keepdim=True) * 2),
 }
 
 
@@ -328,10 +324,7 @@ OTHER_LOGS: dict[str, Form] = {
     "of other scores": lambda s, v, z: with_log(s, v, lambda x: (x * 2).logsumexp(-1)),
     "of scores less their maximum": lambda s, v, z: LOGS["returned"](s - s.amax(-1, keepdim=True), v, z),
     "of scores and a number": lambda s, v, z: LOGS["returned"](s + 1.5, v, z),
-    "of scores and a sink": lambda s, v, z: (
-        product((x := and_sink(s, z)).softmax(-1)[..., :-1], v),
-        x.logsumexp(-1),
-    ),
+    "of scores and a sink": lambda s, v, z: (product((x := and_sink(s, z)).softmax(-1)[..., :-1], v), x.logsumexp(-1)),
     "a maximum": lambda s, v, z: with_log(s, v, lambda x: x.amax(-1)),
 }
 

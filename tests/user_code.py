@@ -20,9 +20,7 @@ from benchmarks import pages
 
 ROOT = pages.ROOT
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-GIVEN = {
-    "README.md": "from tests.tools.given import config, input_ids",
-}
+GIVEN = {"README.md": "from tests.tools.given import config, input_ids"}
 """The names that a page takes as given: the statement that imports them, typed."""
 
 

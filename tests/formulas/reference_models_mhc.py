@@ -508,16 +508,16 @@ REASONS = {
     "single_pass": ["mhc_pre: h_pre does not collapse x: expected h_in[d] = sum_i h_pre[i] * x[i, d]"],
     "normalised_by_torch": [
         "mhc_pre: the norm is bounded below, as by F.normalize; expected inv_rms = rsqrt(mean(x * x) + eps) or "
-        "1 / (sqrt(mean(x * x)) + eps), of all n * D elements of a token",
+        "1 / (sqrt(mean(x * x)) + eps), of all n * D elements of a token"
     ],
     "own_backward": [
         "mhc_sinkhorn: the backward of this autograd.Function is not the derivative of its forward: run in fp64, gradients "
-        "differ by 9.9e+04",
+        "differ by 9.9e+04"
     ],
     "softmaxed_post": ["mhc_post: softmax is applied to the logits; expected sigmoid(alpha * z + bias)"],
     "tanh_hyper_connections": [
         "mhc_post: the streams are mixed by part of a larger tensor, as in hyper-connections with static or tanh "
-        "weights; expected a matrix [..., n, n]",
+        "weights; expected a matrix [..., n, n]"
     ],
     "motif": ["mhc_pre: clamp is applied to the logits; expected sigmoid(alpha * z + bias)"],
 }

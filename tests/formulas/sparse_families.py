@@ -19,11 +19,7 @@ def sizes(by_size: dict[int, str], **others: Any) -> dict[str, Any]:
     return {name: size for size, names in by_size.items() for name in names.split()} | others
 
 
-_COMMON = {
-    VOCAB: "vocab_size",
-    64: "hidden_size",
-    256: "max_position_embeddings",
-}
+_COMMON = {VOCAB: "vocab_size", 64: "hidden_size", 256: "max_position_embeddings"}
 LATENT = sizes(
     {
         **_COMMON,

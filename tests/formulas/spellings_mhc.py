@@ -513,10 +513,7 @@ picks(
     unbound=lambda f, h, x: sum(a.unsqueeze(-1) * s for a, s in zip(h.unbind(-1), x.unbind(-2), strict=True)),
 )
 picks(
-    "to_model",
-    to=lambda f, t, x: t.to(x.dtype),
-    type_as=lambda f, t, x: t.type_as(x),
-    to_other=lambda f, t, x: t.to(x),
+    "to_model", to=lambda f, t, x: t.to(x.dtype), type_as=lambda f, t, x: t.type_as(x), to_other=lambda f, t, x: t.to(x)
 )
 picks("collapse_input", same=lambda f, x: x)
 

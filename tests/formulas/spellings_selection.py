@@ -704,10 +704,7 @@ def _form_multiplied(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Ten
 
 
 _picks(
-    "out",
-    plain=lambda o: o,
-    flat=lambda o: o.reshape(o.shape[0], o.shape[1], -1),
-    used=lambda o: torch.tanh(o) + 1.0,
+    "out", plain=lambda o: o, flat=lambda o: o.reshape(o.shape[0], o.shape[1], -1), used=lambda o: torch.tanh(o) + 1.0
 )
 
 # --- mistakes -----------------------------------------------------------------------------------------------
@@ -796,10 +793,7 @@ _wrong(
         m.transpose(1, 2).repeat_interleave(c.h, 1) | (torch.arange(c.G * c.h) == 1).view(-1, 1, 1)
     ),
 )
-_wrong(
-    "spread",
-    tiled_keys=lambda c, k: k.transpose(1, 2).repeat(1, c.h, 1, 1),
-)
+_wrong("spread", tiled_keys=lambda c, k: k.transpose(1, 2).repeat(1, c.h, 1, 1))
 _wrong(
     "masked",
     filled_with_0=lambda c, s, m: s.masked_fill(~m, 0.0),

@@ -110,9 +110,7 @@ def _bias(bias: Tensor | None, t: int, dtype: torch.dtype) -> Tensor | float:
 
 
 def oracle(
-    inputs: Mapping[str, Tensor | None],
-    up: Mapping[str, Tensor] | None = None,
-    dtype: torch.dtype = torch.float64,
+    inputs: Mapping[str, Tensor | None], up: Mapping[str, Tensor] | None = None, dtype: torch.dtype = torch.float64
 ) -> dict[str, Tensor]:
     """Returns the loop's out, S and M in ``dtype`` on the inputs' device, and with ``up`` every input's gradient."""
     leaf = {k: None if t is None else t.detach().to(dtype).requires_grad_() for k, t in inputs.items()}

@@ -208,10 +208,7 @@ def _saved_norm(v: Tensor, factor: Tensor, o: Mapping[str, Any]) -> Tensor:
 
 
 def _with_intermediates(
-    out: dict[str, Tensor],
-    up: Mapping[str, Tensor],
-    t: dict[str, Tensor | None],
-    v: Tensor,
+    out: dict[str, Tensor], up: Mapping[str, Tensor], t: dict[str, Tensor | None], v: Tensor
 ) -> dict[str, Tensor]:
     h_mix, inv = out["h_mix"], out["inv_rms"]
     keys = [k for k in up if out[k].requires_grad]
