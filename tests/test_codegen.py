@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA code of compiled graphs, without a GPU: which kernels are launched, and that nothing else touches x."""
+"""The CUDA code of compiled graphs of mHC and E79, without a GPU: the kernels launched, and that nothing else touches x."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
-from mhc_inductor import backend, compat, passes
+from mhc_inductor import compat, log, passes
+from mhc_inductor.kernels.e79 import plan as e79_plan
 from mhc_inductor.kernels.mhc import gluon
 from mhc_inductor.tuning import table
 from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
 from tests.tools.generated import launches, runs
 
-OPS = torch.ops.mhc_inductor
+OPS, F32 = torch.ops.mhc_inductor, torch.float32
 N, D = 4, 256
 PRE = ("mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse")
 PRE_BACKWARD = tuple(f"mhc_pre_backward_{k}" for k in ("dots", "coefficients", "dx", "dphi", "finish"))
@@ -52,6 +53,32 @@ def _fused_and_gradients(x, phi, alpha, bias, w, g):
     return OPS.mhc_post_pre_backward(g, h_in, next_post, next_res, *post, x_out, *params, *saved, *FLOATS)[:7], x_out
 
 
+def _single_pass_and_gradients(x, phi, alpha, bias, w, g):
+    """Computes a site of single-pass mHC, and everything between it and the next, with all gradients."""
+    h_pre, h_post, h_res, *saved = OPS.mhc_coefficients(x, phi, alpha, bias, None, *FLOATS)
+    site, params = (x, torch.tanh(OPS.mhc_collapse(x, h_pre) @ w), h_post, h_res, h_pre, True), (phi, alpha, bias, None)
+    x_out, h_in, *coefficients, h_mix, inv = OPS.mhc_single_pass(*site, *params, *FLOATS)
+    after = (*coefficients[:2], h_mix, inv)
+    dx, df, dh_post, dh_res, dh_pre, *dparams = OPS.mhc_single_pass_backward(
+        g, h_in, *coefficients, *site, x_out, *params, *after, *FLOATS
+    )
+    dx2, dh_pre2 = OPS.mhc_collapse_backward(df, x, h_pre)
+    dx3, *dparams2 = OPS.mhc_coefficients_backward(
+        dh_pre + dh_pre2, dh_post, dh_res, x, *params, h_pre, h_post, *saved, dx2, *FLOATS
+    )
+    return x_out, dx + dx3, dparams[:3], dparams2[:3]
+
+
+def _scan(x, w, bias, S0):
+    kvqm = x @ w
+    out, S, M, checkpoints, gates = OPS.e79_scan(kvqm, bias, None, S0, None, 8)
+    return out, S, M, OPS.e79_scan_backward(out, S, None, kvqm, bias, None, S0, None, checkpoints, gates, 8)[:2]
+
+
+def _one_step(x, w, bias, S0):
+    return OPS.e79_scan(x @ w, bias, bias, S0, S0, 0)[:3]
+
+
 def compiled(fn, *given, backend="mhc_inductor", dynamic=None):
     """Returns the generated source, from ``call`` on.
 
@@ -67,9 +94,15 @@ def compiled(fn, *given, backend="mhc_inductor", dynamic=None):
 
 
 def _compile(fn, extra=(), batch=2, **options):
-    x, f32 = (batch, 128, N, D), torch.float32
-    lines = compiled(fn, x, *(((24, N * D), f32), ((3,), f32), ((24,), f32)), (D, D), *[x for _ in extra], **options)
+    x = (batch, 128, N, D)
+    lines = compiled(fn, x, *(((24, N * D), F32), ((3,), F32), ((24,), F32)), (D, D), *[x for _ in extra], **options)
     return "\n".join(line for line in lines.splitlines() if not line.lstrip().startswith("#"))
+
+
+def scans(fn, steps=20, batch=3, bias="fixed", dynamic=None):
+    sizes = {"none": None, "fixed": ((32,), F32), "input": ((steps, batch, 32), F32)}[bias]
+    given = ((steps, batch, 48), F32), ((48, 4 * 32), F32), sizes, ((batch, 32, 32), F32)
+    return compiled(fn, *given, dynamic=dynamic)
 
 
 def called_and_logged(caplog, compile_, op, limit):
@@ -80,25 +113,76 @@ def called_and_logged(caplog, compile_, op, limit):
     assert [r for r in caplog.records if limit in r.getMessage()]
 
 
-def test_inference_launches_the_kernels_and_no_op():
-    code = _compile(_layer)
-    ours = [k for k in launches(code) if k.startswith("mhc_")]
-    assert ours == [*PRE, "mhc_post"]
-    assert len(launches(code)) == len(ours) + 1, "the kernels and tanh, and nothing that copies x"
-    assert "torch.ops.mhc_inductor" not in code
+SITE = [*PRE, "mhc_post"]
+TRAINED = [*SITE, "mhc_post_backward", *PRE_BACKWARD]
+FUSED = [*PRE, *POST_PRE, *POST_PRE_BACKWARD]
+COEFFICIENTS = ["mhc_pre_weights", "mhc_pre_project", "mhc_coefficients"]
+SINGLE_PASS = [*COEFFICIENTS, "mhc_post", "mhc_post_backward", *PRE_BACKWARD[1:]]
+SINGLE_PASS += [*COEFFICIENTS, "mhc_collapse", "mhc_collapse_backward", *PRE_BACKWARD[1:]]
+SCAN = ["e79_forward", "e79_backward", "e79_finish"]
+# Plain Triton runs in an AOTInductor package or on a device without Gluon.
+PLAIN, PACKAGE = (e79_plan, "runs_gluon", False), (compat.lowerings, "packaging", True)
+LAUNCHED = {
+    "a site": (_layer, _compile, {}, SITE),
+    "a site, the ordinary backend": (_layer, _compile, {"backend": "inductor"}, SITE),
+    **{
+        f"{name}, dynamic={dynamic}": (fn, _compile, {"extra": "g", "dynamic": dynamic}, kernels)
+        for name, fn, kernels in (
+            ("training", _layer_and_gradients, TRAINED),
+            ("fused", _fused_and_gradients, FUSED),
+            ("single pass", _single_pass_and_gradients, SINGLE_PASS),
+        )
+        for dynamic in (False, True)
+    },
+    **{
+        f"scan of {steps} steps, bias {bias}": (
+            _scan, scans, {"steps": steps, "batch": batch, "bias": bias, "patch": PLAIN},
+            SCAN + ["e79_bias_sum"] * (bias == "fixed"))
+        for steps, batch in ((20, 3), (1, 1), (2, 1))
+        for bias in ("none", "fixed", "input")
+    },
+    "scan of unknown sizes": (_scan, scans, {"bias": "input", "dynamic": True, "patch": PLAIN}, SCAN),
+    "scan in a package": (_scan, scans, {"patch": PACKAGE}, [*SCAN, "e79_bias_sum"]),
+    "scan, Gluon": (_scan, scans, {}, []),
+    "scan of one step": (_one_step, scans, {"steps": 1, "batch": 4}, SCAN[:1]),
+}  # fmt: skip
+"""Functions, what compiles them and how, and kernels; without any, the ops are called."""
 
 
-def test_training_graphs_launch_the_kernels_and_fold_the_sum():
+def _in_each_commit():
+    """Returns the rows, of which one of each kind that takes less than two seconds runs in each commit."""
+    slow = {"fused, dynamic=True", "single pass, dynamic=True"}
+    slow |= {
+        name for name in LAUNCHED if name.endswith(("none", "input")) or name.startswith(("scan of 1", "scan of 2 "))
+    }
+    return [pytest.param(name, marks=() if name in slow else pytest.mark.every_case) for name in LAUNCHED]
+
+
+@pytest.mark.parametrize("name", _in_each_commit())
+def test_the_kernels_that_are_launched_and_the_ops_that_are_called(name, monkeypatch):
+    fn, compile_, how, kernels = LAUNCHED[name]
+    if patch := how.get("patch"):
+        monkeypatch.setattr(*patch[:2], lambda *_: patch[2])
     before = mhc_inductor.counters().get("dx_acc folded", 0)
-    code = _compile(_layer_and_gradients, extra="g")
-    launched = launches(code)
-    assert sorted(k for k in launched if k.startswith("mhc_")) == sorted(
-        [*PRE, "mhc_post", "mhc_post_backward", *PRE_BACKWARD]
-    )
-    assert "torch.ops.mhc_inductor" not in code
-    # One pointwise kernel is left, tanh: dx + dx2 takes no pass of its own.
-    assert len([k for k in launched if not k.startswith("mhc_")]) == 1
-    assert mhc_inductor.counters()["dx_acc folded"] == before + 1
+    code = compile_(fn, **{k: v for k, v in how.items() if k != "patch"})
+    launched, order = runs(code, ("mhc_", "e79_")), list if fn is _layer else sorted
+    assert order(launch.kernel for launch in launched) == order(kernels)
+    ops = [] if kernels else ["e79_scan", "e79_scan_backward"]
+    assert re.findall(r"torch\.ops\.mhc_inductor\.(\w+)\.default\(", code) == ops
+    assert ("torch.ops.mhc_inductor" in code) == bool(ops)
+    for launch in launched:
+        symbolic = bool(how.get("dynamic")) and launch.kernel != "mhc_pre_weights"
+        assert bool(re.search(r"\bs\d+", launch.arguments)) == symbolic, "all but the weights' depend on the batch"
+        if symbolic and launch.kernel == "mhc_pre_project":
+            assert "min(" in launch.arguments, "few tokens and many are told apart at run time"
+    shape = r"\((?:2, 128|s\d+, s\d+), 4, 256\)"
+    sized = re.findall(rf"empty_strided_cuda\({shape}, .*?, (torch\.\w+)\)", code)
+    assert {*sized} == ({"torch.bfloat16"} if compile_ is _compile else set()), "no buffer of x's size is in fp32"
+    trained = fn in (_layer_and_gradients, _fused_and_gradients)
+    assert not trained or len(sized) == 3, "x_out, its gradient and dx"
+    if trained or fn is _layer:
+        assert len(launches(code)) == len(launched) + 1, "tanh, and nothing that copies x or adds dx to dx2"
+    assert mhc_inductor.counters().get("dx_acc folded", 0) - before == (fn is _layer_and_gradients)
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -146,21 +230,6 @@ def test_eps_outside_the_root_is_a_constant_of_the_same_kernels():
     assert ["0.125" in line for lines in launched.values() for line in lines] == [False, True]
 
 
-def test_no_fp32_copy_of_x():
-    code = _compile(_layer_and_gradients, extra="g")
-    sized = re.findall(r"empty_strided_cuda\(\(2, 128, 4, 256\), .*?, (torch\.\w+)\)", code)
-    assert sized and set(sized) == {"torch.bfloat16"}
-
-
-def test_dynamic_batch_keeps_one_symbolic_launch():
-    code = _compile(_layer_and_gradients, extra="g", dynamic=True)
-    grids = [launch.arguments for launch in runs(code, "mhc_")]
-    assert len(grids) == 10
-    assert sum(bool(re.search(r"\bs\d+", g)) for g in grids) == 9, "all but the weights' depend on the batch"
-    project = next(line for line in code.splitlines() if "mhc_pre_project" in line)
-    assert "min(" in project, "few tokens and many are told apart at run time"
-
-
 def test_configurations_of_one_kernel_in_one_graph_stay_apart():
     """Checks that two configurations of a kernel share no compiled code: Inductor keys user kernels by function."""
 
@@ -172,47 +241,6 @@ def test_configurations_of_one_kernel_in_one_graph_stay_apart():
     for kernel in ("mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse"):
         names = [launch.variable for launch in runs(code, kernel)]
         assert len(names) == len(set(names)) == 2, names
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_fused_ops_launch_the_fused_kernels(dynamic):
-    code = _compile(_fused_and_gradients, extra="g", dynamic=dynamic)
-    launched = launches(code)
-    ours = [k for k in launched if k.startswith("mhc_")]
-    assert sorted(ours) == sorted([*PRE, *POST_PRE, *POST_PRE_BACKWARD])
-    assert len(launched) == len(ours) + 1, "the kernels and tanh"
-    assert "torch.ops.mhc_inductor" not in code
-    shape = r"\(s\d+, s\d+, 4, 256\)" if dynamic else r"\(2, 128, 4, 256\)"
-    sized = re.findall(rf"empty_strided_cuda\({shape}, .*?, (torch\.\w+)\)", code)
-    assert sized and set(sized) == {"torch.bfloat16"}, "no x-sized buffer is in fp32"
-    assert len(sized) == 3, "x_out, its gradient and dx"
-
-
-def _single_pass_and_gradients(x, phi, alpha, bias, w, g):
-    """Computes a site of single-pass mHC, and everything between it and the next, with all gradients."""
-    h_pre, h_post, h_res, *saved = OPS.mhc_coefficients(x, phi, alpha, bias, None, *FLOATS)
-    site, params = (x, torch.tanh(OPS.mhc_collapse(x, h_pre) @ w), h_post, h_res, h_pre, True), (phi, alpha, bias, None)
-    x_out, h_in, *coefficients, h_mix, inv = OPS.mhc_single_pass(*site, *params, *FLOATS)
-    after = (*coefficients[:2], h_mix, inv)
-    dx, df, dh_post, dh_res, dh_pre, *dparams = OPS.mhc_single_pass_backward(
-        g, h_in, *coefficients, *site, x_out, *params, *after, *FLOATS
-    )
-    dx2, dh_pre2 = OPS.mhc_collapse_backward(df, x, h_pre)
-    dx3, *dparams2 = OPS.mhc_coefficients_backward(
-        dh_pre + dh_pre2, dh_post, dh_res, x, *params, h_pre, h_post, *saved, dx2, *FLOATS
-    )
-    return x_out, dx + dx3, dparams[:3], dparams2[:3]
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_single_pass_launches_its_kernels(dynamic):
-    code = _compile(_single_pass_and_gradients, extra="g", dynamic=dynamic)
-    ours = [k for k in launches(code) if k.startswith("mhc_")]
-    coefficients = ("mhc_pre_weights", "mhc_pre_project", "mhc_coefficients")
-    backward = PRE_BACKWARD[1:]
-    between = ("mhc_post", *coefficients, "mhc_post_backward", *backward)
-    assert sorted(ours) == sorted([*coefficients, "mhc_collapse", *between, "mhc_collapse_backward", *backward])
-    assert "torch.ops.mhc_inductor" not in code
 
 
 def _post_pre(x, phi, alpha, bias, w):
@@ -264,22 +292,11 @@ def test_few_tokens_are_fused_where_the_fused_op_has_kernels_for_them(monkeypatc
     assert ("torch.ops.mhc_inductor.mhc_post_pre.default(" in code) == (not packaged)
 
 
-def test_ordinary_backend_launches_the_kernels_too():
-    code = _compile(_layer, backend="inductor")
-    assert [k for k in launches(code) if k.startswith("mhc_")] == [*PRE, "mhc_post"]
-
-
-def test_unsupported_dtype_calls_the_op_and_logs_it(caplog):
-    from mhc_inductor import log
-
-    log._said.clear()
-    backend.prepare()
-
-    def sinkhorn(c):
-        return OPS.mhc_sinkhorn(c, 3, 1e-6, "softmax") + 1
-
-    with fake_cuda(), FakeTensorMode(), caplog.at_level("WARNING", logger="mhc_inductor"):
-        c = torch.empty(7, 4, 4, dtype=torch.float64, device="cuda")
-        codes = generated_code(lambda: torch.compile(sinkhorn, backend="mhc_inductor")(c))
-    assert "torch.ops.mhc_inductor.mhc_sinkhorn.default(" in codes[0]
-    assert "float64 has no kernel" in caplog.text
+@pytest.mark.parametrize(
+    ("fn", "given", "op", "reason"),
+    [(lambda c: OPS.mhc_sinkhorn(c, 3, 1e-6, "softmax") + 1, ((7, 4, 4), torch.float64), "mhc_sinkhorn", "float64 has no"),
+     (lambda x: OPS.e79_scan(x, *[None] * 4, 0)[0], ((4, 2, 4 * 136), F32), "e79_scan", "n = 136 is above 128")],
+)  # fmt: skip
+def test_without_a_kernel_the_reference_is_called_and_logged(caplog, monkeypatch, fn, given, op, reason):
+    monkeypatch.setattr(log, "_said", set())
+    called_and_logged(caplog, lambda: compiled(fn, given), op, reason)

@@ -6,18 +6,20 @@ It runs compiled on a GPU, elsewhere in the interpreter.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from conftest import some
-from test_nn_selection import choice, chosen_blocks
+from test_nn_selection import chosen_blocks
 
-import mhc_inductor
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.selection import blocks_plan
 from tests.oracles.poisoned import Poisoned
+from tests.oracles.selection import choice
 
 H200 = DeviceProps(132, "cuda", 90)
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def check(device, q, k, lse, scale, length, stride, block, count, s_kv):
@@ -34,17 +36,7 @@ def check(device, q, k, lse, scale, length, stride, block, count, s_kv):
         assert got[at].tolist().count(-1) == count - len(named)
 
 
-def made(S, S_kv, *, h=3, D=8, G=2, B=1, length=8, stride=4, block=8, count=5, dtype=F32, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    N = max(0, (S_kv - length) // stride + 1)
-    q = torch.randn((B, S, G, h, D), generator=g, dtype=F64).to(dtype)
-    k = torch.randn((B, G, N, D), generator=g, dtype=F64).to(dtype)
-    seen = ((torch.arange(S) + S_kv - S + 1 - length).div(stride, rounding_mode="floor") + 1).clamp(0, N)
-    ranges = torch.stack((seen * 0, seen), -1).view(1, S, 1, 1, 2).expand(B, S, G, 1, 2)
-    _, lse = mhc_inductor.selection_attention(
-        q.double(), k.double(), k.double(), ranges, scale=D**-0.5, return_lse=True
-    )
-    return q, k, lse, D**-0.5, length, stride, block, count, S_kv
+small = functools.partial(choice, dtype=F32, B=1)
 
 
 @pytest.mark.parametrize(("S", "S_kv", "N"), [(50, 50, 11), (3, 47, 10), (1, 64, 15), (5, 5, 0)])
@@ -55,7 +47,7 @@ def test_blocks_are_chosen_by_the_definition(device, S, S_kv, N):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize(("h", "D"), some([(1, 16), (4, 128), (16, 80), (64, 40), (33, 256)], [(1, 16), (33, 24)]))
 def test_heads_and_widths(device, h, D, dtype):
-    check(device, *made(40, 40, h=h, D=D, G=1, dtype=dtype))
+    check(device, *small(40, 40, h=h, D=D, G=1, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -65,18 +57,18 @@ def test_heads_and_widths(device, h, D, dtype):
 def test_sizes_of_blocks(device, length, stride, block, count):
     """Tests compressed keys that span blocks, blocks that are no power of two of strides, and large counts."""
     S, S_kv = some((70, 230), (30, 130))
-    check(device, *made(S, S_kv, length=length, stride=stride, block=block, count=count, G=1, seed=4))
+    check(device, *small(S, S_kv, length=length, stride=stride, block=block, count=count, G=1, seed=4))
 
 
 def test_a_long_row_of_blocks(device, monkeypatch):
     """Tests several steps of the search, most of which find nothing better."""
     monkeypatch.setattr(blocks_plan, "TOP_BLOCKS", 16)
-    check(device, *made(9, 700, G=1, length=4, stride=2, block=4, count=7, B=2))
+    check(device, *small(9, 700, G=1, length=4, stride=2, block=4, count=7, B=2))
 
 
 def test_queries_in_pieces_give_the_same(device, monkeypatch):
     monkeypatch.setattr(blocks_plan, "SCORES", 1)
-    args = made(75, 80, h=2, G=2, B=2)
+    args = small(75, 80, h=2, G=2, B=2)
     builder = EagerBuilder(torch.device(device), H200)
     tensors = [t.to(device) for t in (*args[:2], args[2].float())]
     pieces = blocks_plan.plan_selection_blocks(builder, *tensors, *args[3:])
@@ -85,13 +77,13 @@ def test_queries_in_pieces_give_the_same(device, monkeypatch):
 
 
 def test_any_strides(device):
-    q, k, lse, *sizes = made(40, 40)
+    q, k, lse, *sizes = small(40, 40)
     check(device, q.transpose(1, 3).contiguous().transpose(1, 3), k.mT.contiguous().mT, lse.mT.contiguous().mT, *sizes)
 
 
 def test_ties_go_to_the_first_block(device):
     """Checks ties: with zero queries, every complete compressed key has the same weight."""
-    q, k, _, *sizes = made(64, 64, h=2, count=4)
+    q, k, _, *sizes = small(64, 64, h=2, count=4)
     builder = EagerBuilder(torch.device(device), H200)
     seen = ((torch.arange(64) + 1 - 8) // 4 + 1).clamp(min=1).log().view(1, 64, 1, 1).expand(1, 64, 2, 2)
     got = blocks_plan.plan_selection_blocks(builder, *(t.to(device) for t in (q * 0, k, seen.float())), *sizes)
@@ -100,15 +92,15 @@ def test_ties_go_to_the_first_block(device):
 
 def test_nothing_to_choose_from(device):
     """Tests inputs without compressed keys, and without queries."""
-    check(device, *made(3, 3))
-    q, k, lse, *sizes = made(4, 40)
+    check(device, *small(3, 3))
+    q, k, lse, *sizes = small(4, 40)
     got = blocks_plan.plan_selection_blocks(EagerBuilder(torch.device(device), H200), q[:, :0], k, lse[:, :0], *sizes)
     assert got.shape == (1, 0, 2, 5)
 
 
 def test_unsupported_inputs_have_a_reason():
     builder = EagerBuilder(torch.device("meta"), H200)
-    q, k, lse, *sizes = made(4, 40)
+    q, k, lse, *sizes = small(4, 40)
     assert blocks_plan.unsupported(builder, q, k, lse.float()) is None
     assert (
         "fp64" in (reason := blocks_plan.unsupported(builder, q.double(), k.double(), lse) or "") or "float64" in reason

@@ -221,16 +221,18 @@ def make_inputs(
 
 
 def choice(
-    S: int = 50, S_kv: int = 50, N: int = 11, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> tuple[Any, ...]:
-    """Returns the arguments of selection_blocks."""
+    S: int = 50, S_kv: int = 50, N: int | None = None, dtype: torch.dtype = torch.float64, *, B: int = 2, G: int = 2,
+    h: int = 3, D: int = 8, length: int = 8, stride: int = 4, block: int = 8, count: int = 5, seed: int = 0,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Returns the arguments of selection_blocks, of as many compressed keys as there are where ``N`` is None."""
     g = torch.Generator().manual_seed(seed)
-    q = torch.randn((2, S, 2, 3, 8), generator=g, dtype=torch.float64).to(dtype)
-    k = torch.randn((2, 2, N, 8), generator=g, dtype=torch.float64).to(dtype)
-    seen = ((torch.arange(S) + S_kv - S + 1 - 8).div(4, rounding_mode="floor") + 1).clamp(0, N)
-    ranges = torch.stack((seen * 0, seen), -1).view(1, S, 1, 1, 2).expand(2, S, 2, 1, 2)
+    N = max(0, (S_kv - length) // stride + 1) if N is None else N
+    q = torch.randn((B, S, G, h, D), generator=g, dtype=torch.float64).to(dtype)
+    k = torch.randn((B, G, N, D), generator=g, dtype=torch.float64).to(dtype)
+    seen = ((torch.arange(S) + S_kv - S + 1 - length).div(stride, rounding_mode="floor") + 1).clamp(0, N)
+    ranges = torch.stack((seen * 0, seen), -1).view(1, S, 1, 1, 2).expand(B, S, G, 1, 2)
     _, lse = selection_attention(q, k, k, ranges, return_lse=True)
-    return q, k, lse, 8**-0.5, 8, 4, 8, 5, S_kv
+    return q, k, lse, D**-0.5, length, stride, block, count, S_kv
 
 
 def positional(inputs: Mapping[str, Tensor | None], scale: float) -> tuple[Any, ...]:
