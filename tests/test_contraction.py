@@ -16,34 +16,16 @@ from triton.compiler.compiler import make_backend
 
 from mhc_inductor.kernels import COMPILED
 from mhc_inductor.kernels.launch import EagerBuilder
-from mhc_inductor.kernels.mhc import fused_plan, gluon, plan, single_pass_plan
-from tests.oracles import mhc as h
-from tests.tools.offline import TARGETS, Recorder, part, source, split_options
+from mhc_inductor.kernels.mhc import gluon
+from tests.tools import offline
+from tests.tools.offline import TARGETS, part, source, split_options
 
-BF16, F32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
 
-def empty(*shape, dtype=F32):
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def recorded(op: str, tokens: int, norm_form: str = "inside", width: int = 2560, gamma: bool = True):
-    b = Recorder(TARGETS["cuda:90"][1])
-    b.gluon = True
-    x, f = empty(tokens, 4, width, dtype=BF16), empty(tokens, width, dtype=BF16)
-    site = (x, f, empty(tokens, 4), empty(tokens, 4, 4))
-    params = (empty(24, 4 * width), empty(3), empty(24), empty(4, width) if gamma else None)
-    options = {**h.PRE_OPTIONS, "sinkhorn_iters": 3, "norm_form": norm_form}.values()
-    if op == "post":
-        plan.plan_mhc_post(b, *site, True)
-    elif op == "single_pass":
-        single_pass_plan.plan_mhc_single_pass(b, *site, empty(tokens, 4), True, *params, *options)
-    elif op == "pre":
-        plan.plan_mhc_pre(b, x, *params, *options)
-    else:
-        fused_plan.plan_mhc_post_pre(b, *site, True, *params, *options)
-    return {launch[0].__name__: launch for launch in b.launches}
+def recorded(op, tokens, norm_form="inside"):
+    launches = offline.mhc(op, tokens, 2560, "gamma", sinkhorn_iters=3, norm_form=norm_form)
+    return {launch[0].__name__: launch for launch in launches}
 
 
 def ptx(launch, fusion: bool) -> str:

@@ -8,13 +8,14 @@ import re
 import pytest
 import torch
 from conftest import INTERPRETED
-from test_post_project import call_code, check_training_step, on_hopper
+from test_post_project import check_training_step, on_hopper
 
 from mhc_inductor import compat, log
 from mhc_inductor.kernels.launch import EagerBuilder
 from mhc_inductor.kernels.mhc import gluon, plan
 from tests.oracles import mhc as h
 from tests.oracles.poisoned import Poisoned
+from tests.tools import offline
 from tests.tools.fakecuda import without_a_gpu
 from tests.tools.offline import TARGETS, Recorder, compile_all, source
 
@@ -163,17 +164,13 @@ def test_a_compiled_training_step(options):
 # --- without a GPU ----------------------------------------------------------------------------------------------
 
 
-def meta(*shape, dtype=F32):
-    return torch.empty(*shape, dtype=dtype, device="meta")
+def recorded(width=4096, case="pre", b=None):
+    """Returns the launches of mhc_pre on meta tensors."""
+    return offline.mhc("pre", 8192, width, case, b, **(OUTSIDE if case == "outside" else OPTIONS))
 
 
-def recorded(b, width, case="pre"):
-    """Records the launches of mhc_pre on meta tensors."""
-    b.gluon = True
-    m = 8 if case == "plain" else 24
-    x, phi = meta(8192, 4, width, dtype=BF16), meta(m, 4 * width, dtype=BF16 if case == "bf16" else F32)
-    params = (phi, meta(3), meta(m), meta(4, width) if case == "gamma" else None)
-    return plan.plan_mhc_pre(b, x, *params, *(OUTSIDE if case == "outside" else OPTIONS).values())
+def names(width):
+    return [launch[0].__name__ for launch in recorded(width)]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
@@ -182,9 +179,7 @@ def recorded(b, width, case="pre"):
     [(4096, "pre"), (4096, "gamma"), (2560, "gamma"), (2560, "plain"), (4096, "outside"), (5120, "gamma")],
 )
 def test_compiles_without_unnamed_spills(width, case):
-    b = Recorder(TARGETS["cuda:90"][1])
-    recorded(b, width, case)
-    assert compile_all(b.launches, "cuda:90", f"{case} {width}") == {"mhc_one_read"}
+    assert compile_all(recorded(width, case), "cuda:90", f"{case} {width}") == {"mhc_one_read"}
 
 
 def lanes(ir, layout):
@@ -202,9 +197,7 @@ def test_sums_run_over_neighbouring_lanes():
     """Tests what Triton 3.6 takes for granted: of a sum's lanes, the bits of their numbers follow one another."""
     import triton
 
-    b = Recorder(TARGETS["cuda:90"][1])
-    recorded(b, 4096)
-    ((kernel, args, constexprs, warps, stages),) = b.launches
+    ((kernel, args, constexprs, warps, stages),) = recorded()
     constexprs = {k: v for k, v in constexprs.items() if k != "launch_cooperative_grid"}
     options = {"num_warps": warps, "num_stages": stages}
     ir = triton.compile(source(kernel, args, constexprs), target=TARGETS["cuda:90"][0], options=options).asm["ttgir"]
@@ -233,36 +226,21 @@ def test_a_device_that_cannot_hold_all_programs_runs_the_other_kernels(monkeypat
     monkeypatch.setattr(log, "_said", set())
     refusals = []
     for _ in range(2):
-        b = Refusing(TARGETS["cuda:90"][1])
-        recorded(b, 4096)
-        assert [launch[0].__name__ for launch in b.launches][-1] == "mhc_pre_collapse"
+        launches = recorded(b=Refusing(TARGETS["cuda:90"][1]))
+        assert launches[-1][0].__name__ == "mhc_pre_collapse"
     assert len(refusals) == 1, "the second call does not try again"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 @pytest.mark.parametrize("width", [1024, 2560, 2816, 4096, 8704])
 def test_where_the_kernel_can_run(width):
-    b = Recorder(TARGETS["cuda:90"][1])
-    recorded(b, width)
-    assert ("mhc_one_read" in {launch[0].__name__ for launch in b.launches}) == (width not in (2816, 8704))
+    assert ("mhc_one_read" in names(width)) == (width not in (2816, 8704))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 def test_the_switch_turns_it_off(monkeypatch):
     monkeypatch.setattr(gluon, "ONE_READ_PRE", range(0))
-    b = Recorder(TARGETS["cuda:90"][1])
-    recorded(b, 4096)
-    assert "mhc_one_read" not in {launch[0].__name__ for launch in b.launches}
-
-
-def _code(width):
-    from test_codegen import FLOATS, OPS
-
-    def fn(x, *params):
-        out = OPS.mhc_pre(x, *params, None, *FLOATS)
-        return out[0] + 1, out[1]
-
-    return call_code(fn, [(64, 4, width)], [(24, 4 * width), (3,), (24,)])
+    assert "mhc_one_read" not in names(4096)
 
 
 @without_a_gpu
@@ -270,8 +248,14 @@ def _code(width):
 @pytest.mark.usefixtures("no_caches")
 @pytest.mark.parametrize(("width", "packaged"), [(1024, False), (1024, True), (256, False)])
 def test_generated_code_calls_pre_where_the_kernel_runs(width, packaged, monkeypatch):
+    from test_codegen import FLOATS, OPS, compiled
+
+    def fn(x, *params):
+        out = OPS.mhc_pre(x, *params, None, *FLOATS)
+        return out[0] + 1, out[1]
+
     monkeypatch.setattr(compat.lowerings, "packaging", lambda: packaged)
-    code = _code(width)
+    code = compiled(fn, (64, 4, width), *((shape, F32) for shape in ((24, 4 * width), (3,), (24,))))
     calls = width == 1024 and not packaged
-    assert len(re.findall(r"torch\.ops\.mhc_inductor\.mhc_pre\.default\(", code)) == calls
+    assert code.count("torch.ops.mhc_inductor.mhc_pre.default(") == calls
     assert ("mhc_pre_project" in code) == (not calls)

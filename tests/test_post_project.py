@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from mhc_inductor.ops.registry import argument_names
 from tests.oracles import mhc as h
 from tests.oracles import single_pass as one
 from tests.oracles.poisoned import Poisoned
+from tests.tools import offline
 from tests.tools.fakecuda import without_a_gpu
-from tests.tools.offline import TARGETS, Recorder, compile_all, part
+from tests.tools.offline import compile_all, part
 
 BF16, F32 = torch.bfloat16, torch.float32
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
@@ -35,21 +35,17 @@ def on_hopper(test):
     return test
 
 
+SHIPPED = gluon.MIN_D
+
+
 @pytest.fixture(autouse=True)
-def narrow(request, monkeypatch):
+def narrow(monkeypatch):
     """Lowers MIN_D, so that the kernel is also tested at widths where it is not used."""
-    if "as_shipped" not in request.fixturenames:
-        monkeypatch.setattr(gluon, "MIN_D", 1024)
+    monkeypatch.setattr(gluon, "MIN_D", 1024)
 
 
-@pytest.fixture
-def as_shipped():
-    """Keeps MIN_D: the kernel is used at its shipped widths only."""
-
-
-def launched(x, second, second_of_few):
-    """Returns the names of the kernels that a fused op launches for the streams x."""
-    tokens = x.numel() // (4 * x.shape[-1])
+def launched(tokens, second, second_of_few):
+    """Returns the names of the kernels that a fused op launches for so many tokens."""
     few = ["mhc_post_project_few", second_of_few]
     return [] if tokens == 0 else few if tokens <= config.FEW_TOKENS else ["mhc_post_project", second]
 
@@ -62,7 +58,7 @@ def run(inputs, transpose_res=True, options=None):
     known = {**h.PRE_OPTIONS, **({} if head else SIZED), "transpose_res": transpose_res, **inputs, **(options or {})}
     b = Poisoned(torch.device("cuda", torch.cuda.current_device()))
     out = plan(b, *(known[a] for a in argument_names(name) if a in known))
-    assert b.names == launched(inputs["x"], *COEFFICIENTS if single else COLLAPSE)
+    assert b.names == launched(inputs["f_out"].shape[:-1].numel(), *COEFFICIENTS if single else COLLAPSE)
     return dict(zip(results(name), out, strict=True))
 
 
@@ -189,74 +185,36 @@ KINDS = ["pre", "gamma", "head", "plain", "bf16", "outside", "single_pass", "sin
     ),
 )
 def test_compiles_without_unnamed_spills(width, case, few):
-    b = Recorder(TARGETS["cuda:90"][1])
-    b.gluon = True
-
-    def empty(*shape, dtype=F32):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    T, m = 64 if few else 8192, {"head": 4, "plain": 8}.get(case, 24)
-    post = (empty(T, 4, width, dtype=BF16), empty(T, width, dtype=BF16), empty(T, 4), empty(T, 4, 4))
-    phi = empty(m, 4 * width, dtype=BF16 if case == "bf16" else F32)
-    params = (phi, empty(1 if case == "head" else 3), empty(m), empty(4, width) if "gamma" in case else None)
-    options = {
-        **h.PRE_OPTIONS,
-        "sinkhorn_iters": 20,
-        **({"norm_form": "outside"} if case == "outside" else {}),
-    }.values()
-    if case == "head":
-        fused_plan.plan_mhc_post_head(b, *post, True, *params, 1e-6, 1e-6)
-    elif "single" in case:
-        single_pass_plan.plan_mhc_single_pass(b, *post, empty(T, 4), True, *params, *options)
-    else:
-        fused_plan.plan_mhc_post_pre(b, *post, True, *params, *options)
+    op = "single_pass" if "single" in case else "post_pre"
+    options = {"norm_form": "outside"} if case == "outside" else {}
+    launches = offline.mhc(op, 64 if few else 8192, width, case, **options)
     label = f"gamma={'gamma' in case}" if "single" in case else case
-    expected = set(launched(post[0], *COEFFICIENTS if "single" in case else COLLAPSE))
-    assert compile_all(b.launches, "cuda:90", f"{label} {width}") == expected
+    expected = set(launched(64 if few else 8192, *COEFFICIENTS if "single" in case else COLLAPSE))
+    assert compile_all(launches, "cuda:90", f"{label} {width}") == expected
 
 
 # --- compiled, without a GPU --------------------------------------------------------------------------------
 
 
-def call_code(fn, narrow, wide):
-    """Returns what Inductor calls for ``fn`` of bf16 and fp32 tensors of these shapes."""
-    from test_codegen import generated_code
-    from torch._subclasses.fake_tensor import FakeTensorMode
+@without_a_gpu
+@pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
+@pytest.mark.usefixtures("no_caches")
+@pytest.mark.parametrize(
+    ("width", "least", "packaged"),
+    [(2560, None, False), (2592, None, False), (2048, None, False), (256, None, False), (1024, 1024, True)],
+)
+def test_generated_code_calls_the_op_where_gluon_runs(width, least, packaged, monkeypatch):
+    from test_codegen import FLOATS, OPS, compiled
 
-    from tests.tools.fakecuda import fake_cuda
-
-    with fake_cuda(), FakeTensorMode():
-        given = [
-            torch.empty(*s, dtype=dtype, device="cuda") for dtype, some in ((BF16, narrow), (F32, wide)) for s in some
-        ]
-        (code,) = generated_code(lambda: torch.compile(fn, fullgraph=True, backend="mhc_inductor")(*given))
-    return code[code.index("def call(") :]
-
-
-def _code(width):
-    from test_codegen import FLOATS, OPS
+    monkeypatch.setattr(gluon, "MIN_D", least or SHIPPED)
+    monkeypatch.setattr(compat.lowerings, "packaging", lambda: packaged)
 
     def fn(x, f, hp, hr, *params):
         out = OPS.mhc_post_pre(x, f, hp, hr, True, *params, None, *FLOATS)
         return out[0] + 1, out[1]
 
-    return call_code(fn, [(64, 4, width), (64, width)], [(64, 4), (64, 4, 4), (24, 4 * width), (3,), (24,)])
-
-
-@without_a_gpu
-@pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
-@pytest.mark.usefixtures("no_caches", "as_shipped")
-@pytest.mark.parametrize(("width", "calls"), [(2560, 1), (2592, 0), (2048, 0), (256, 0)])
-def test_generated_code_calls_the_op_where_gluon_runs(width, calls):
-    code = _code(width)
-    assert len(re.findall(r"torch\.ops\.mhc_inductor\.mhc_post_pre\.default\(", code)) == calls
-    assert ("mhc_pre_project" in code) == (calls == 0)
-
-
-@without_a_gpu
-@pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
-@pytest.mark.usefixtures("no_caches")
-def test_a_package_launches_plain_triton(monkeypatch):
-    monkeypatch.setattr(compat.lowerings, "packaging", lambda: True)
-    code = _code(1024)
-    assert "torch.ops.mhc_inductor" not in code and "mhc_pre_project" in code
+    wide = [(shape, F32) for shape in ((64, 4), (64, 4, 4), (24, 4 * width), (3,), (24,))]
+    code = compiled(fn, (64, 4, width), (64, width), *wide)
+    assert code.count("torch.ops.mhc_inductor.mhc_post_pre.default(") == (width == 2560)
+    assert not packaged or "torch.ops.mhc_inductor" not in code
+    assert ("mhc_pre_project" in code) == (width != 2560)

@@ -22,6 +22,8 @@ from triton.compiler import ASTSource
 from mhc_inductor import versions
 from mhc_inductor.kernels import COMPILED, launch
 from mhc_inductor.kernels.launch import DeviceProps
+from mhc_inductor.kernels.mhc import fused_plan, plan, single_pass_plan
+from tests.oracles.mhc import PRE_OPTIONS
 
 TARGETS = {
     "cuda:80": (GPUTarget("cuda", 80, 32), DeviceProps(108, "cuda", 80)),
@@ -102,6 +104,31 @@ class Recorder(launch.Recorder):
     """Records the launches of plain Triton kernels."""
 
     gluon = False
+
+
+def mhc(op: str, tokens: int, width: int, case: str = "", b: Any = None, **options: Any) -> list[Any]:
+    """Records and returns an mHC op's launches for sm_90, Gluon's among them, on bf16 streams without memory.
+
+    ``case`` may name gamma, a phi in bf16, a head, or a plain phi without rows of the residual matrix.
+    """
+    b = b or Recorder(TARGETS["cuda:90"][1])
+    b.gluon = True
+    empty, low, m = meta(torch.float32), meta(torch.bfloat16), {"head": 4, "plain": 8}.get(case, 24)
+    x, f, h_post, h_res = low(tokens, 4, width), low(tokens, width), empty(tokens, 4), empty(tokens, 4, 4)
+    phi = (low if case == "bf16" else empty)(m, 4 * width)
+    params = phi, empty(1 if case == "head" else 3), empty(m), empty(4, width) if "gamma" in case else None
+    floats = {**PRE_OPTIONS, "sinkhorn_iters": 20, **options}.values()
+    if op == "post":
+        plan.plan_mhc_post(b, x, f, h_post, h_res, True)
+    elif op == "pre":
+        plan.plan_mhc_pre(b, x, *params, *floats)
+    elif op == "single_pass":
+        single_pass_plan.plan_mhc_single_pass(b, x, f, h_post, h_res, empty(tokens, 4), True, *params, *floats)
+    elif case == "head":
+        fused_plan.plan_mhc_post_head(b, x, f, h_post, h_res, True, *params, 1e-6, 1e-6)
+    else:
+        fused_plan.plan_mhc_post_pre(b, x, f, h_post, h_res, True, *params, *floats)
+    return b.launches
 
 
 def split_options(kernel, constexprs) -> tuple[dict, dict]:
