@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor import backend, compat, passes
 from mhc_inductor.kernels.launch import EagerBuilder
 from mhc_inductor.options import DEFAULT, RoutingOptions
-from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.test_codegen import compiled
+from tests.tools.fakecuda import without_a_gpu
 from tests.tools.generated import launches
 
 OPS = torch.ops.mhc_inductor
@@ -23,12 +23,8 @@ pytestmark = pytest.mark.usefixtures("no_caches")
 
 def _launched(fn: Any, *shapes: tuple[tuple[int, ...], torch.dtype], invariant: bool = True, **call: Any) -> list[str]:
     """Returns the kernels that a compiled call launches on a simulated GPU."""
-    torch._dynamo.reset()
-    with fake_cuda(), FakeTensorMode():
-        args = [torch.empty(size, device="cuda", dtype=dtype) for size, dtype in shapes]
-        call = call or {"backend": "mhc_inductor", "options": {NAME: invariant}}
-        codes = generated_code(lambda: torch.compile(fn, fullgraph=True, **call)(*args))
-    return launches(codes[0][codes[0].index("def call(") :])
+    call = call or {"backend": "mhc_inductor", "options": {NAME: invariant}}
+    return launches(compiled(fn, *shapes, **call))
 
 
 def _attention(q: Any, k: Any, v: Any, ranges: Any) -> Any:

@@ -79,7 +79,7 @@ def _one_step(x, w, bias, S0):
     return OPS.e79_scan(x @ w, bias, bias, S0, S0, 0)[:3]
 
 
-def compiled(fn, *given, backend="mhc_inductor", dynamic=None):
+def compiled(fn, *given, backend="mhc_inductor", **options):
     """Returns the generated source, from ``call`` on.
 
     ``given``: shapes of bf16 tensors, pairs of a shape and a dtype, or None.
@@ -88,7 +88,7 @@ def compiled(fn, *given, backend="mhc_inductor", dynamic=None):
     with fake_cuda(), FakeTensorMode():
         pairs = [one if one is None or isinstance(one[0], tuple) else (one, torch.bfloat16) for one in given]
         args = [pair and torch.empty(*pair[0], dtype=pair[1], device="cuda") for pair in pairs]
-        codes = generated_code(lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend=backend)(*args))
+        codes = generated_code(lambda: torch.compile(fn, fullgraph=True, backend=backend, **options)(*args))
     assert len(codes) == 1
     return codes[0][codes[0].index("def call(") :]
 

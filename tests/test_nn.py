@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mhc_inductor.nn import CONVENTIONS, HyperConnection, HyperHead, expand
-from tests.oracles.mhc import relative
+from tests.oracles.mhc import relative, sinkhorn
 
 D, N = 32, 4
 
@@ -156,15 +156,6 @@ def test_options_reach_the_formula():
 # --- loaders: the other projects' formulas, in their own layouts --------------------------------------------
 
 
-def softmax_sinkhorn(logits, iters, eps):
-    comb = torch.softmax(logits, -1) + eps
-    comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    for _ in range(iters - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    return comb
-
-
 def test_load_deepseek_v4():
     g = torch.Generator().manual_seed(0)
     m = N * N + 2 * N
@@ -178,7 +169,7 @@ def test_load_deepseek_v4():
     pre, post, comb = F.linear(flat, fn).split([N, N, N * N], -1)
     pre = torch.sigmoid(pre * scale[0] + base[:N]) + 1e-4
     post = 2 * torch.sigmoid(post * scale[1] + base[N : 2 * N])
-    comb = softmax_sinkhorn(comb.unflatten(-1, (N, N)) * scale[2] + base[2 * N :].view(N, N), 20, 1e-4)
+    comb = sinkhorn(comb.unflatten(-1, (N, N)) * scale[2] + base[2 * N :].view(N, N), 20, 1e-4, "softmax")
     out = b.sublayer((pre.unsqueeze(-1) * x).sum(2))
     want = post.unsqueeze(-1) * out.unsqueeze(-2) + torch.matmul(comb.transpose(-1, -2), x)
     assert relative(b(x), want) < 2e-6
@@ -209,7 +200,7 @@ def test_load_liger():
     mix = (v @ state["phi"]) * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + 1e-6)
     h_pre = torch.sigmoid(mix[:, :N] * 0.4 + state["b"][:N]) + 1e-4
     h_post = torch.sigmoid(mix[:, N : 2 * N] * -0.8 + state["b"][N : 2 * N]) * 2.0
-    h_res = softmax_sinkhorn(mix[:, 2 * N :].view(-1, N, N) * 1.3 + state["b"][2 * N :].view(N, N), 8, 1e-6)
+    h_res = sinkhorn(mix[:, 2 * N :].view(-1, N, N) * 1.3 + state["b"][2 * N :].view(N, N), 8, 1e-6, "softmax")
     f = b.sublayer((x * h_pre.unsqueeze(-1)).sum(-2))
     want = torch.einsum("...oi,...ic->...oc", h_res, x) + h_post.unsqueeze(-1) * f.unsqueeze(-2)
     assert relative(b(x), want) < 2e-6

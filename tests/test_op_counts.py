@@ -27,10 +27,11 @@ from mhc_inductor.profiling import Bytes, OpCount, op_bytes
 from tests import test_explain
 from tests.oracles.selection import selection_of
 from tests.ranks import sharded_ops
+from tests.test_codegen import compiled
 from tests.test_options import Block, streams
 from tests.test_options import fresh as fresh  # resets Dynamo around each test, and disables the backend
 from tests.tools import example_modules
-from tests.tools.fakecuda import fake_cuda, generated_code, without_a_gpu
+from tests.tools.fakecuda import without_a_gpu
 from tests.tools.generated import launches
 
 CALLED = {"mhc_inductor.profile_scopes": True}
@@ -194,10 +195,8 @@ def test_the_code_for_a_gpu_calls_the_ops_with_the_option(on: bool) -> None:
         h_in, post, mix = mhc_inductor.mhc_pre(x, phi, alpha, bias)
         return mhc_inductor.mhc_post(x, h_in.tanh(), post, mix, transpose_res=False)
 
-    with fake_cuda(), FakeTensorMode():
-        args = [torch.empty(*shape, device="cuda") for shape in ((2, 64, 4, 64), (24, 256), (3,), (24,))]
-        compiled = torch.compile(layer, backend="mhc_inductor", options={"mhc_inductor.profile_scopes": on})
-        (code,) = generated_code(lambda: compiled(*args))
+    given = [(shape, torch.float32) for shape in ((2, 64, 4, 64), (24, 256), (3,), (24,))]
+    code = compiled(layer, *given, options={"mhc_inductor.profile_scopes": on})
     ours = [name for name in launches(code) if name.startswith("mhc_")]
     called = [f"torch.ops.mhc_inductor.{op}.default(" in code for op in ("mhc_pre", "mhc_post")]
     assert (called, bool(ours)) == (([True, True], False) if on else ([False, False], True))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from mhc_inductor.kernels.cpu import selection_core as selection_cpu_core
 from mhc_inductor.ops.registry import call
 from tests.oracles import e79 as helpers_e79
 from tests.oracles import mhc as helpers_mhc
-from tests.oracles import single_pass as helpers_single_pass
+from tests.oracles import single_pass as one
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 N, WIDTH = 4, 24
@@ -35,50 +34,18 @@ def _saturated(inputs: dict[str, Tensor | None], end: float) -> dict[str, Tensor
     return {**inputs, "bias": bias}
 
 
-PRE, HEADS = ("h_in", "h_post", "h_res"), {"head": True}
-one = helpers_single_pass
-FUSED = (
-    lambda inputs, up, options: helpers_mhc.run_fused(inputs, True, up, options),
-    lambda inputs, out, up, options: helpers_mhc.oracle_fused(inputs, True, out["x_out"], up, options),
-)
-SINGLE = (
-    lambda inputs, up, options: one.run(inputs, True, up, options),
-    lambda inputs, out, up, options: one.oracle(inputs, True, out["x_out"], up, options),
-)
-
-
-def _alone(run: Callable[..., Any], oracle: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return run, lambda inputs, out, up, options: oracle(inputs, up, options)
-
-
-OPS: dict[str, Any] = {
-    "mhc_pre": (helpers_mhc.make_inputs, {}, _alone(helpers_mhc.run_pre, helpers_mhc.oracle_pre), PRE),
-    "mhc_head": (helpers_mhc.make_inputs, HEADS, _alone(helpers_mhc.run_head, helpers_mhc.oracle_head), PRE[:1]),
-    "mhc_coefficients": (
-        helpers_mhc.make_inputs,
-        {},
-        _alone(one.run_coefficients, one.oracle_coefficients),
-        ("h_pre", *PRE[1:]),
-    ),
-    "mhc_post_pre": (helpers_mhc.make_fused_inputs, {}, FUSED, ("x_out", "h_in", "next_post", "next_res")),
-    "mhc_post_head": (helpers_mhc.make_fused_inputs, HEADS, FUSED, ("x_out", "h_in")),
-    "mhc_single_pass": (one.make_inputs, {}, SINGLE, one.UP),
-}
-"""How inputs are made, how the op and its oracle run, and which outputs have gradients."""
-
-
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [name for name in one.FORMULAS if name != "post"])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("norm_form", ["inside", "outside"])
 def test_gradients_of_saturated_gates(name, end, dtype, norm_form, device):
     """Compares each element, and each row of phi: of one token, so that nothing cancels in a sum."""
     options = {**(HEAD if "head" in name else OPTIONS), "norm_form": norm_form}
-    made, how, (run, oracle), up = OPS[name]
-    inputs = _saturated(made((1,), N, WIDTH, dtype, device=device, **how), end)
-    out = run(inputs, None, options)
-    ups = helpers_mhc.upstream({k: t for k, t in out.items() if k in up})
-    got, want = run(inputs, ups, options), oracle(inputs, out, ups, options)
+    make, run, oracle, outputs = one.FORMULAS[name]
+    inputs = _saturated(make((1,), N, WIDTH, dtype, device=device), end)
+    out = run(inputs, True, None, options)
+    ups = helpers_mhc.upstream({k: t for k, t in out.items() if k in outputs})
+    got, want = run(inputs, True, ups, options), oracle(inputs, True, out.get("x_out"), ups, options)
     for key in ("dbias", "dphi"):
         g, w = (t[key].cpu().double().view(t[key].shape[0], -1)[: 2 * N] for t in (got, want))
         error, size = (g - w).norm(dim=1), w.norm(dim=1)
