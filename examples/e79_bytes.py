@@ -71,10 +71,7 @@ def main(
 ) -> None:
     """Trains eager and compiled from one seed on the same batches; compares losses and speeds."""
     given = {"steps": steps, "dim": dim, "layers": layers, "batch": batch, "seq": seq, "n": n}
-    try:
-        where, size = training.chosen(device, DEFAULTS, given)
-    except ValueError as e:
-        raise typer.BadParameter(str(e)) from None
+    where, size = training.chosen(device, DEFAULTS, given)
     compare(where, size, seed, out)
 
 

@@ -46,6 +46,7 @@ SHORT = ((0.25, 64, 24, 2), (0.35, 32, 48, 4), (0.4, 16, 96, 8))
 """Lessons on short texts: share of the steps, sequences, bytes, needles."""
 DENSE, EAGER, COMPILED = "dense, eager", "selected, eager", "selected, compiled"
 DENSE_COMPILED = "dense, compiled"
+SUBJECT = training.Subject("needles", kernels="selection_", without="selection attention ran as formulas")
 SLOW = 1.0
 """Seconds of a forward of the run on tokens beyond which it is not timed on longer texts: it chooses for every query."""
 
@@ -203,17 +204,6 @@ def chosen_tokens(model: NeedleModel, batch: needle_task.Batch) -> list[list[int
     return [[at for at in row if at >= 0] for row in picks[0, :, 0].tolist()]
 
 
-def launched(model: NeedleModel, batch: needle_task.Batch) -> dict[str, int]:
-    """Returns names and counts of the package's kernels in one compiled training step, from the profiler."""
-    call = torch.compile(model.loss, backend="mhc_inductor", dynamic=False)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        nats, block = call(batch.tokens, batch.ask, batch.answer, batch.where)
-        (nats + block).backward()
-        synchronize(batch.tokens.device)
-    model.zero_grad()
-    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("selection_")}
-
-
 def table_of(runs: list[Run], p: needle_picture.Picture) -> Table:
     table = Table(title="Needles: dense against selected, eager against compiled", title_justify="left")
     table.add_column("")
@@ -326,23 +316,12 @@ def compare(
         f"selected, eager against compiled: largest difference of the loss {max(gaps[:20]):.2e} nats in the first "
         f"{len(gaps[:20])} steps, {max(gaps):.2e} in all"
     )
-    say_what_ran(models["selected"], next(long_texts(corpus.train, size, seed)).to(device))
+    b = next(long_texts(corpus.train, size, seed)).to(device)
+    compiled = torch.compile(models["selected"].loss, backend="mhc_inductor", dynamic=False)
+    training.say_what_ran(lambda: torch.stack(compiled(b.tokens, b.ask, b.answer, b.where)).sum(), device, SUBJECT)
     needle_picture.draw(p, out, f"{shape}, {device_name(device)}")
     console.print(f"picture: {out.resolve()}", soft_wrap=True)
     return runs, p
-
-
-def say_what_ran(model: NeedleModel, batch: needle_task.Batch) -> None:
-    device = batch.tokens.device
-    if device.type != "cuda":
-        console.print(f"kernels: none on {device.type}, by design: selection attention ran as formulas")
-        return
-    found = launched(model, batch)
-    if not found:
-        raise RuntimeError("the compiled step launched none of this package's kernels; python -m mhc_inductor doctor")
-    console.print(f"kernels of one compiled step on {torch.cuda.get_device_name(device)}:")
-    for name, count in sorted(found.items()):
-        console.print(f"  {count:4d} x {name}")
 
 
 def main(
@@ -363,10 +342,7 @@ def main(
     """Trains dense and sparse attention to find needles; compares answers and speeds, eager and compiled."""
     given = {"steps": steps, "short": short, "dim": dim, "heads": heads, "head_dim": head_dim}
     given |= {"batch": batch, "seq": seq, "longest": longest, "warm": warm}
-    try:
-        where, size = training.chosen(device, DEFAULTS, given)
-    except ValueError as e:
-        raise typer.BadParameter(str(e)) from None
+    where, size = training.chosen(device, DEFAULTS, given)
     compare(where, size, seed, out, tokens)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs DeepSeek-V3.2 or DeepSeek-V4 of transformers, unmodified, at growing lengths: eager, compiled, with mhc_inductor.
 
-These models select the keys of each query with an indexer and then compute dense attention under a mask. The report
-says which indexers and attentions became ops that read the selected keys alone, and why the others did not. The picture
-shows time and memory against the length of the sequence. Weights are random; tokens are random too.
+These models select the keys of each query with an indexer and then compute dense attention under a mask; DeepSeek-V4's
+layers are in hyper-connections too. The report says which indexers, attentions and mHC formulas became ops, and why the
+others did not. The picture shows time and memory against the length of the sequence. Weights and tokens are random.
 
     python examples/sparse_models.py            # a few minutes on two CPU cores; larger sizes on a GPU
     python examples/sparse_models.py --model deepseek_v4 --training
@@ -25,9 +25,9 @@ from typing import Annotated, Any
 import matplotlib
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from training import chosen, console, device_name, synchronize
 
 import mhc_inductor
 from mhc_inductor.explanation import explain
@@ -39,8 +39,11 @@ import matplotlib.pyplot as plt
 
 COLORS = {"eager": "#bdbdbd", "torch.compile": "#b2abd2", "mhc_inductor": "#1b7837"}
 BACKENDS = {"torch.compile": "inductor", "mhc_inductor": "mhc_inductor"}
-ROUTED = {"indexers": ("index_topk", "index_scores"), "attentions": ("selection_attention", "selection_list_attention")}
-console = Console(highlight=False)
+ROUTED = {
+    "indexers": ("index_topk", "index_scores"),
+    "attentions": ("selection_attention", "selection_list_attention"),
+    "mHC formulas": ("mhc_pre", "mhc_post", "mhc_head"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +151,7 @@ def build(model: str, size: Size, device: torch.device, seed: int) -> torch.nn.M
     if device.type == "cuda":
         made.to(torch.bfloat16)
         for name, parameter in made.named_parameters():
+            # DeepSeek-V4's checkpoints keep these parameters in fp32.
             if not {"attn_hc", "ffn_hc", "hc_head"}.isdisjoint(name.split(".")):
                 parameter.data = parameter.data.float()
     return made
@@ -190,10 +194,10 @@ class Call:
         return logits
 
     def seconds(self) -> float:
-        self._wait()
+        synchronize(self.ids.device)
         started = time.perf_counter()
         self()
-        self._wait()
+        synchronize(self.ids.device)
         return time.perf_counter() - started
 
     def peak(self) -> int:
@@ -206,10 +210,6 @@ class Call:
         torch.cuda.reset_peak_memory_stats()
         self()
         return torch.cuda.max_memory_allocated() - before
-
-    def _wait(self) -> None:
-        if self.ids.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def measure(name: str, model: torch.nn.Module, ids: Tensor, training: bool, rounds: int) -> Run:
@@ -283,7 +283,7 @@ def draw(runs: list[Run], out: pathlib.Path, title: str) -> None:
 
 
 def counts(report: Report) -> str:
-    """Returns how many indexers and attentions were routed, as text."""
+    """Returns how many indexers, attentions and mHC formulas were routed, as text."""
     found = {what: sum(r.op in ops for r in report.routed) for what, ops in ROUTED.items()}
     return ", ".join(f"{n} {what}" for what, n in found.items())
 
@@ -296,7 +296,7 @@ def compare(
 
     made = build(model, size, device, seed)
     parameters = sum(p.numel() for p in made.parameters())
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    where = device_name(device)
     what = "forward + backward" if training else "forward"
     console.print(
         f"model: {model} of transformers {transformers.__version__}, {parameters / 1e6:.2f} M parameters, {what}; "
@@ -350,9 +350,6 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
 ) -> None:
     """Runs a model with sparse attention eager, compiled, and compiled with mhc_inductor, at growing lengths."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type not in DEFAULTS:
-        raise typer.BadParameter(f"--device must be cpu or cuda, got {where}")
     if model not in MODELS:
         raise typer.BadParameter(f"--model must be one of {', '.join(MODELS)}, got {model}")
     try:
@@ -360,7 +357,7 @@ def main(
     except ValueError:
         raise typer.BadParameter(f"--lengths must be whole numbers by comma, got {lengths}") from None
     given: dict[str, Any] = {"layers": layers, "topk": topk, "rounds": rounds, "lengths": asked or None}
-    size = dataclasses.replace(DEFAULTS[where.type], **{k: v for k, v in given.items() if v is not None})
+    where, size = chosen(device, DEFAULTS, given)
     compare(model, where, size, training, seed, out)
 
 

@@ -49,10 +49,7 @@ def main(
 ) -> None:
     """Trains eager and compiled from one seed on the same batches; compares losses and speeds."""
     given = {"steps": steps, "dim": dim, "layers": layers, "batch": batch, "seq": seq}
-    try:
-        where, size = training.chosen(device, DEFAULTS, given)
-    except ValueError as e:
-        raise typer.BadParameter(str(e)) from None
+    where, size = training.chosen(device, DEFAULTS, given)
     if size.dim % 32:
         raise typer.BadParameter(f"--dim must be a multiple of 32, got {size.dim}")
     compare(where, size, seed, out)

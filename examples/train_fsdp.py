@@ -242,8 +242,8 @@ def chosen(
     model: Model, how: fsdp_v4.Checkpoint, device: str | None, given: dict[str, int | None]
 ) -> tuple[torch.device, Size]:
     """Returns this process's device and the sizes. Raises BadParameter for what the model cannot be trained with."""
+    where, size = training.chosen(device, DEFAULTS[model], given)
     try:
-        where, size = training.chosen(device, DEFAULTS[model], given)
         if size.dim % 32:
             raise ValueError(f"--dim must be a multiple of 32, got {size.dim}")
         if model is Model.deepseek_v4:

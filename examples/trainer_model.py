@@ -12,7 +12,6 @@ from typing import Annotated
 import stdlib_text
 import torch
 import typer
-from deepseek_v4 import Size, model_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -91,10 +90,30 @@ def build(plan: Plan) -> nn.Module:
     short sequences those of a compressor. FSDP2's checkpoints hold no state of the optimizer for them, and loading one
     fails where it is expected.
     """
-    size = Size(plan.layers, plan.dim, 2, plan.dim // 2, 2, plan.dim // 2, plan.batch, plan.seq, rounds=1)
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    config = DeepseekV4Config(
+        vocab_size=256,
+        hidden_size=plan.dim,
+        num_hidden_layers=plan.layers,
+        num_attention_heads=2,
+        head_dim=plan.dim // 2,
+        q_lora_rank=max(16, plan.dim // 4),
+        o_groups=2,
+        o_lora_rank=max(16, plan.dim // 8),
+        index_n_heads=2,
+        index_head_dim=max(16, plan.dim // 4),
+        index_topk=64,
+        n_routed_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=plan.dim // 2,
+        mlp_layer_types=["moe"] * plan.layers,
+        max_position_embeddings=max(4096, plan.seq),
+        use_cache=False,
+    )
     torch.manual_seed(plan.seed)
-    model = model_of(size)
-    ids = torch.arange(plan.seq).remainder(size.vocab)[None]
+    model = DeepseekV4ForCausalLM(config)
+    ids = torch.arange(plan.seq).remainder(256)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.grad is not None)

@@ -9,11 +9,12 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import stdlib_text
 import torch
 import torch.nn.functional as F
+import typer
 from picture import draw
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -138,15 +139,6 @@ def train(
     return run
 
 
-def launched_kernels(call: Call, corpus: stdlib_text.Corpus, size: Size, word: str) -> dict[str, int]:
-    """Returns names and counts of this package's GPU kernels in one more forward and backward, from the profiler."""
-    inputs, targets = next(stdlib_text.batches(corpus.train, size.batch, size.seq, 1, seed=0))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        loss_of(call, inputs, targets).backward()
-        synchronize(inputs.device)
-    return {event.key: event.count for event in profile.key_averages() if word in event.key}
-
-
 AnyRun = TypeVar("AnyRun")
 
 
@@ -173,15 +165,18 @@ def table_of(runs: list[Run], title: str) -> Table:
     return side_by_side(f"{title}, eager against compiled", {run.name: run for run in runs}, rows)
 
 
-def say_what_ran(call: Call, corpus: stdlib_text.Corpus, size: Size, subject: Subject) -> None:
-    device = corpus.train.device
+def say_what_ran(loss: Callable[[], Tensor], device: torch.device, subject: Subject) -> None:
+    """Prints names and counts of this package's GPU kernels in one more forward and backward, from the profiler."""
     if device.type != "cuda":
         console.print(
             f"kernels: none on {device.type}, by design: {subject.without} "
             "(python -m mhc_inductor doctor says what a machine runs)"
         )
         return
-    launched = launched_kernels(call, corpus, size, subject.kernels)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        loss().backward()
+        synchronize(device)
+    launched = {event.key: event.count for event in profile.key_averages() if subject.kernels in event.key}
     if not launched:
         raise RuntimeError(
             "the compiled step launched none of this package's kernels; see python -m mhc_inductor doctor"
@@ -242,7 +237,8 @@ def compare(
     text = continue_text(model, prompt, sample, size.seq, seed)
     console.print(f"{sample} bytes sampled from the compiled run's weights after {prompt!r}:")
     console.print(text.decode(errors="replace"), style="dim", markup=False)
-    say_what_ran(call, corpus, size, subject)
+    inputs, targets = next(stdlib_text.batches(corpus.train, size.batch, size.seq, 1, seed=0))
+    say_what_ran(lambda: loss_of(call, inputs, targets), device, subject)
     draw(runs, out, subject.title, f"{shape}, {device_name(device)}")
     console.print(f"picture: {out.resolve()}", soft_wrap=True)
     return runs
@@ -254,14 +250,15 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-AnySize = TypeVar("AnySize", bound=Size)
+AnySize = TypeVar("AnySize")
 
 
 def chosen(
-    device: str | None, defaults: Mapping[str, AnySize], given: Mapping[str, int | None]
+    device: str | None, defaults: Mapping[str, AnySize], given: Mapping[str, Any]
 ) -> tuple[torch.device, AnySize]:
-    """Returns the device of ``--device`` and its default size updated by ``given``; ValueError for another device."""
+    """Returns the device of ``--device`` and its default size updated by ``given``; BadParameter for another device."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type not in defaults:
-        raise ValueError(f"--device must be cpu or cuda, got {where}")
-    return where, dataclasses.replace(defaults[where.type], **{k: v for k, v in given.items() if v is not None})
+        raise typer.BadParameter(f"--device must be cpu or cuda, got {where}")
+    known: Any = defaults[where.type]
+    return where, dataclasses.replace(known, **{k: v for k, v in given.items() if v is not None})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -89,10 +90,28 @@ def _ids() -> tuple[Tensor, ...]:
 
 
 def test_deepseek_v4_through_inductor() -> None:
-    """Runs two layers forward; one layer trains in tests/test_example.py."""
+    """Runs two layers forward; one layer trains below."""
     given = functools.partial(_logits, _deepseek(torch.float32)), _ids(), (), False
     got = through_inductor(*given)
     assert {op: got.ops[op] for op in EXPECTED} == EXPECTED and difference(got, eager(*given)) < 1e-3
+
+
+def test_deepseek_v4_trains_through_inductor() -> None:
+    one = dataclasses.replace(TINY, layers=1)
+    model = deepseek_model.build(one, torch.device("cpu"), torch.float32).train()
+
+    def logits_and_loss(ids: Tensor) -> tuple[Tensor, Tensor]:
+        out = model(ids, labels=ids)
+        return out.logits, out.loss
+
+    given = logits_and_loss, _ids(), list(model.named_parameters())
+    got, plain = through_inductor(*given), eager(*given)
+    _assert_gradients(got, plain)
+    assert {op: got.ops[op] for op in EXPECTED} == {"mhc_pre": 2, "mhc_post": 2, "mhc_head": 1}
+    hyper = [name for name in got.grads if "_hc." in name or "hc_head." in name]
+    assert len(hyper) == 9 and all(bool(got.grads[name].any()) for name in hyper if "_hc." in name)  # type: ignore[union-attr]
+    assert difference(got, plain) < 5e-5
+    assert 4.5 < float(plain.outputs[1]) < 7.0, "an untrained model knows nothing: about ln 256 = 5.55"
 
 
 def _expected(name: str, grad: bool = True) -> dict[str, int]:
