@@ -7,10 +7,11 @@ The formula is written independently of the package's reference. It gives the va
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import mhc_inductor
@@ -77,15 +78,11 @@ class Case:
         """Returns o and the gradients of all inputs that have one."""
         return gradients(self.op(leaves)[0], leaves, self.dout)
 
-    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None) -> Tensor:
-        """Returns o by ``scaled_dot_product_attention`` under the mask."""
-        raise NotImplementedError
-
     def dense(self, dtype: torch.dtype) -> Named:
         """Returns o and all gradients under the mask: by the formula in fp64, or by SDPA in a narrower ``dtype``."""
         leaves = self.leaves(dtype)
         v = leaves.get("v", leaves["k"][..., : self.values.shape[-1]])
-        attend = plain if dtype is torch.float64 else self.sdpa
+        attend = plain if dtype is torch.float64 else sdpa
         o = attend(leaves["q"], leaves["k"], v, self.mask(), leaves.get("sink"))
         return gradients(o, leaves, self.dout.to(dtype))
 
@@ -119,23 +116,57 @@ def call(attend: Callable[[Named], Tensor], what: str, inputs: Named, dout: Tens
     return forward
 
 
+def _parts(case: Case, at: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yields the queries ``at`` of each sequence, as many at a time as scores of them fit into memory."""
+    few = max(1, CHUNK // (case.shape.length * case.q.shape[2] * case.shape.heads))
+    return ((b, some) for b in range(case.shape.batch) for some in at.split(few))
+
+
 def exact(case: Case, at: Tensor) -> Named:
     """Returns o ``[B * n, G, h, Dv]``, lse and dq in fp64 for the queries ``at``."""
     found: dict[str, list[Tensor]] = {}
-    few = max(1, CHUNK // (case.shape.length * case.q.shape[2] * case.shape.heads))
     scale = case.shape.dim**-0.5
-    for b in range(case.shape.batch):
+    for b, some in _parts(case, at):
         k, v = case.k[b].double(), case.values[b].double()
-        for some in at.split(few):
-            s = torch.einsum("nghd,gkd->nghk", case.q[b, some].double(), k) * scale
-            s = s.masked_fill(~case.mask(b, some)[:, :, None], float("-inf"))
-            lse = s.logsumexp(-1)
-            total = lse if case.sink is None else torch.logaddexp(lse, case.sink.double())
-            p = (s - total.nan_to_num(neginf=0.0)[..., None]).exp()
-            o, dout = torch.einsum("nghk,gkd->nghd", p, v), case.dout[b, some].double()
-            ds = p * (torch.einsum("nghd,gkd->nghk", dout, v) - (dout * o).sum(-1, keepdim=True))
-            for name, t in (("o", o), ("lse", lse), ("dq", torch.einsum("nghk,gkd->nghd", ds, k) * scale)):
-                found.setdefault(name, []).append(t)
+        s = torch.einsum("nghd,gkd->nghk", case.q[b, some].double(), k) * scale
+        s = s.masked_fill(~case.mask(b, some)[:, :, None], float("-inf"))
+        lse = s.logsumexp(-1)
+        total = lse if case.sink is None else torch.logaddexp(lse, case.sink.double())
+        p = (s - total.nan_to_num(neginf=0.0)[..., None]).exp()
+        o, dout = torch.einsum("nghk,gkd->nghd", p, v), case.dout[b, some].double()
+        ds = p * (torch.einsum("nghd,gkd->nghk", dout, v) - (dout * o).sum(-1, keepdim=True))
+        for name, t in (("o", o), ("lse", lse), ("dq", torch.einsum("nghk,gkd->nghd", ds, k) * scale)):
+            found.setdefault(name, []).append(t)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None = None) -> Tensor:
+    """Computes o of all queries under a mask, bool ``[B, S, G, T]``, by ``scaled_dot_product_attention``.
+
+    Keys of one group are not copied for its heads. Sinks ``[G, h]`` become the bias of a key of zeros.
+    """
+    heads, bias = q.shape[3], mask.transpose(1, 2)
+    if sink is not None:
+        k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        scores = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill(~bias, float("-inf"))
+        column = sink.to(q.dtype)[None, :, :, None, None].expand(len(q), -1, -1, q.shape[1], -1)
+        bias = torch.cat((scores[:, :, None].expand(-1, -1, heads, -1, -1), column), -1).flatten(1, 2)
+    elif q.shape[2] > 1:
+        bias = bias.repeat_interleave(heads, 1)
+    keys, values = (t[:, :, None].expand(-1, -1, heads, -1, -1).flatten(1, 2) for t in (k, v))
+    o = F.scaled_dot_product_attention(q.flatten(2, 3).transpose(1, 2), keys, values, bias)
+    return o.transpose(1, 2).unflatten(2, q.shape[2:4])
+
+
+def sampled(case: Case, at: Tensor) -> Named:
+    """Returns o and dq of :func:`sdpa` in the case's dtype for the queries ``at``, in the layout of :func:`exact`."""
+    found: dict[str, list[Tensor]] = {"o": [], "dq": []}
+    for b, some in _parts(case, at):
+        q, (k, v) = case.q[b, some][None].detach().requires_grad_(), (t[b][None] for t in (case.k, case.values))
+        o = sdpa(q, k, v, case.mask(b, some)[None], case.sink)
+        (dq,) = torch.autograd.grad(o, [q], case.dout[b, some][None])
+        found["o"].append(o[0].detach())
+        found["dq"].append(dq[0])
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
@@ -187,6 +218,10 @@ class Run(variants.Run):
             return ERROR_FACTOR * of[-1]["dense"] if "dense" in of[-1] else None
 
         self.result[to].append(row | {"errors": accuracy.errors(got, want, bar, dense=dense)})
+
+    def record_sampled(self, row: Row, case: Case, got: Named, at: Tensor) -> None:
+        """Adds a row of errors of what a run ``got`` for the queries ``at``."""
+        self.record("errors", row, picked(got, at), exact(case, at), sampled(case, at))
 
     def record_gradients(self, to: str, row: Row, case: Case) -> None:
         """Adds a row of errors of o and of all gradients."""

@@ -215,9 +215,8 @@ class Run(attention.Run):
             self.report(f"errors: {shape.name}")
             case = make_case(shape, self.device)
             at = attention.sample_of(shape.queries, SAMPLED, self.device)
-            got = attention.picked(self.twice(case), at)
             row = {**cases.case_values(shape), "of": "sampled queries"}
-            self.record("errors", row, got, attention.exact(case, at), cases.dense_sampled(case, at))
+            self.record_sampled(row, case, self.twice(case), at)
             self.tidy()
             if shape.decodes:
                 continue

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import attention
@@ -169,10 +168,6 @@ class Case(attention.Case):
     def mask(self, *at: Any) -> Tensor:
         return mask_of(self.indices[at], self.shape.length)
 
-    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None) -> Tensor:
-        sinks = None if sink is None else sink[0]
-        return dense(q[:, :, 0], k[:, 0], v[:, 0], mask[:, :, 0], sinks, fold=False)[:, :, None]
-
     @property
     def pairs(self) -> int:
         """Returns the number of selected keys of all queries."""
@@ -253,52 +248,6 @@ def mask_of(indices: Tensor, length: int) -> Tensor:
     seen = (indices >= 0) & (indices < length)
     mask = torch.zeros((*indices.shape[:-1], length + 1), dtype=torch.bool, device=indices.device)
     return mask.scatter_(-1, torch.where(seen, indices, length).long(), True)[..., :length]
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None, fold: bool) -> Tensor:
-    """Computes SDPA under a mask that all heads share.
-
-    Args:
-        q: Queries ``[B, n, h, Dk]``.
-        k: Keys ``[B, T, Dk]``.
-        v: Values ``[B, T, Dv]``.
-        mask: Which keys a query sees, bool ``[B, n, T]``.
-        sink: Logits ``[h]``, or None; they become the bias of a key of zeros.
-        fold: Whether heads become further queries, so that no head gets keys of its own.
-
-    Returns:
-        o ``[B, n, h, Dv]``.
-    """
-    B, n, h, width = q.shape
-    bias = mask[:, None]
-    if sink is not None:
-        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        scores = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill(~bias, float("-inf"))
-        column = sink.to(q.dtype).view(1, h, 1, 1).expand(B, h, n, 1)
-        bias = torch.cat((scores.expand(-1, h, -1, -1), column), -1)
-    heads = 1 if fold else h
-    if fold:
-        bias = bias.expand(-1, h, -1, -1).reshape(B, 1, h * n, -1)
-    keys, values = (t[:, None].expand(-1, heads, -1, -1) for t in (k, v))
-    rows = q.transpose(1, 2).reshape(B, heads, -1, width)
-    o = F.scaled_dot_product_attention(rows, keys, values, bias)
-    return o.reshape(B, h, n, -1).transpose(1, 2)
-
-
-def dense_sampled(case: Case, at: Tensor) -> Named:
-    """Returns o and dq of dense SDPA in the case's dtype for the queries ``at``, in the layout of :func:`exact`."""
-    found: dict[str, list[Tensor]] = {"o": [], "dq": []}
-    sink = None if case.sink is None else case.sink[0]
-    few = max(1, CHUNK // (case.shape.length * case.shape.heads))
-    for b in range(case.shape.batch):
-        for some in at.split(few):
-            q = case.q[b : b + 1, some, 0].detach().requires_grad_()
-            mask = mask_of(case.indices[b : b + 1, some, 0], case.shape.length)
-            o = dense(q, case.k[b : b + 1, 0], case.values[b : b + 1, 0], mask, sink, fold=True)
-            (dq,) = torch.autograd.grad(o, [q], case.dout[b : b + 1, some, 0])
-            found["o"].append(o[0].detach())
-            found["dq"].append(dq[0])
-    return {name: torch.cat(parts)[:, None] for name, parts in found.items()}
 
 
 def case_values(s: Shape, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

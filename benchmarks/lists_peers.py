@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import mhc_inductor
 
 from . import lists_cases as cases
-from .attention import Call
+from .attention import Call, sdpa
 from .lists_cases import Attend, Case, call
 
 Made = tuple[Call, str]
@@ -40,12 +40,15 @@ _FEW = 128
 
 def masked(case: Case, what: str) -> Made:
     """Returns SDPA over all keys with the lists as a mask, made before timing, and the backend that PyTorch chose."""
-    mask = cases.mask_of(case.indices[:, :, 0], case.shape.length)
+    mask = cases.mask_of(case.indices, case.shape.length)
     # A decoding model takes its heads as further queries; else each head gets keys of its own, without a copy.
     fold = case.shape.decodes
 
     def attend(q: Tensor, k: Tensor, v: Tensor | None, sink: Tensor | None) -> Tensor:
-        return cases.dense(q, k, k[..., : case.shape.v_dim] if v is None else v, mask, sink, fold)
+        values = k[..., : case.shape.v_dim] if v is None else v
+        q, seen = (q.transpose(1, 2), mask.expand(-1, q.shape[2], -1, -1)) if fold else (q, mask)
+        o = sdpa(q[:, :, None], k[:, None], values[:, None], seen, None if sink is None else sink[None])[:, :, 0]
+        return o.transpose(1, 2) if fold else o
 
     return call(case, what, attend), f"backend {masked_backend(case, what)}"
 

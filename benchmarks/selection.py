@@ -182,8 +182,7 @@ class Run(attention.Run):
             self.report(f"errors: {shape.name} {select} {dtype} {std:g}")
             case = make_case(shape, select, self.device, dtype=dtype, std=std)
             at = attention.sample_of(shape.queries, SAMPLED, self.device)
-            got, want = attention.picked(case.forward(), at), attention.exact(case, at)
-            self.record("errors", _of(case, std, len(at) * shape.batch), got, want, cases.dense_masked(case, at))
+            self.record_sampled(_of(case, std, len(at) * shape.batch), case, case.forward(), at)
             running.free(self.device)
         for shape in map(self.sized, cases.GRADIENTS):
             for dtype, std in GRADIENT_ERRORS:

@@ -12,13 +12,12 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import mhc_inductor
 
 from . import attention
-from .attention import CHUNK, Named
+from .attention import CHUNK
 from .running import Target
 
 DENSE, FLA, GATHER = "dense causal SDPA (cuDNN)", "flash-linear-attention", "gather + SDPA"
@@ -173,9 +172,6 @@ class Case(attention.Case):
     def mask(self, *at: Any) -> Tensor:
         return mask_of(self.ranges[at], self.shape.length)
 
-    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None) -> Tensor:
-        return _masked(q[0], k[0], v[0], mask[0])[None]  # of one sequence, without sinks
-
 
 def positions(shape: Shape, device: torch.device) -> Tensor:
     """Returns the positions of the queries among the keys, ``[S]``."""
@@ -307,18 +303,3 @@ def mask_of(ranges: Tensor, length: int) -> Tensor:
     one = torch.ones_like(start, dtype=torch.int32)
     steps.scatter_add_(-1, start, one).scatter_add_(-1, end, -one)
     return steps.cumsum(-1)[..., :length] > 0
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Returns SDPA of q ``[n, G, h, D]`` over k and v ``[G, S_kv, D]``, under a mask ``[n, G, S_kv]``."""
-    h = q.shape[2]
-    keys, values, seen = (t.repeat_interleave(h, 0)[None] for t in (k, v, mask.movedim(0, 1)))
-    o = F.scaled_dot_product_attention(q.flatten(1, 2).movedim(0, 1)[None], keys, values, attn_mask=seen)
-    return o[0].movedim(0, 1).unflatten(1, (-1, h))
-
-
-def dense_masked(case: Case, at: Tensor) -> Named:
-    """Returns o by ``scaled_dot_product_attention`` in the case's dtype, with a boolean mask and without a sink."""
-    few = max(1, attention.CHUNK // (case.shape.length * case.shape.groups * case.shape.heads))
-    parts = [(b, some) for b in range(case.shape.batch) for some in at.split(few)]
-    return {"o": torch.cat([_masked(case.q[b, i], case.k[b], case.v[b], case.mask(b, i)) for b, i in parts])}
