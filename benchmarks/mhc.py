@@ -92,7 +92,7 @@ class Run(variants.Run):
         compiled_peer &= self.s.compiled and i.x.shape[-1] in (4096, SMALL_DIM)
         peers = {cases.EAGER: "", **({cases.COMPILE: "inductor"} if compiled_peer else {})}
         for name, backend in peers.items() if self.s.peers else ():
-            for what, (call, trains) in calls.plain(i, h_post, h_res, backend).items():
+            for what, (call, trains) in calls.plain_calls(i, h_post, h_res, backend).items():
                 yield row(what, name, functools.partial(_with_leaves if trains else _no_grad, i, call))
 
     # ---- running

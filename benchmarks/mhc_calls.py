@@ -125,12 +125,12 @@ def autograd_fb(backend: str = "", forward: Callable[..., Any] = _ours) -> Calla
     return fb
 
 
-def plain(
+def plain_calls(
     i: Inputs, h_post: Tensor, h_res: Tensor, backend: str = ""
 ) -> dict[str, tuple[Callable[[Inputs], Any], bool]]:
     """Returns the calls of a case with the plain formula, eager or compiled, and which of them have gradients."""
     pre, post = (_compiled(fn, backend) for fn in (plain_pre, plain_post))
-    calls = {"pre": (lambda i: pre(i.x, i.phi, i.alpha, i.bias, i.gamma, i.iters), False)}
+    calls = {"pre": (lambda of: pre(of.x, of.phi, of.alpha, of.bias, of.gamma, of.iters), False)}
     if i.with_post:
-        calls["post"] = (lambda i: post(i.x, i.f_out, h_post, h_res, i.transpose_res), False)
+        calls["post"] = (lambda of: post(of.x, of.f_out, h_post, h_res, of.transpose_res), False)
     return calls | {"fb": (autograd_fb(backend, _plain), True)}

@@ -6,6 +6,7 @@ Long calls get fewer rounds, and a very long one of a peer one. A failing varian
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -60,6 +61,25 @@ def failure(e: BaseException) -> Row:
     """Returns what a row says of a failure: its text and, where it is known, the reason in words."""
     why = running.reason(e)
     return {"error": running.message(e)} | ({} if why is None else {"reason": why})
+
+
+@contextlib.contextmanager
+def _failing(row: Row) -> Iterator[None]:
+    """Puts a failure into the row. After it, nothing holds the tensors that the exception did."""
+    try:
+        yield
+    except Exception as e:
+        row |= failure(e)
+
+
+def _checked(v: Variant, row: Row, ready: Ready, check: Check | None) -> Row:
+    """Returns what a row says of the outputs of a run after they were filled with NaN, by ``check`` or the variant's own."""
+    if check is not None:
+        return check(row, ready.run_poisoned())
+    if v.check is None:
+        return {}
+    errors = v.check(ready.run_poisoned())
+    return {"errors": errors, "correct": all(e["met"] for e in errors.values())}
 
 
 def chained(v: Variant, length: int, build: Callable[[], Callable[[], Any]]) -> Variant:
@@ -150,24 +170,16 @@ class Run(running.PartRun):
         try:
             for at, v in enumerate(found):
                 self.report(f"{name}: preparing {v.what} {v.variant}")
-                try:
+                with _failing(rows[at]):
                     ready[at] = self.ready(v, rows[at])
-                except Exception as e:
-                    rows[at] |= failure(e)
                 if at not in ready:
-                    running.free(self.device)  # not in the handler, where the exception still holds tensors
+                    running.free(self.device)
                 rows[at].update({"note": v.note} if v.note else {})
             for at, t in self.times(ready):
                 figures(rows[at], t.over(found[at].calls))
             for at, r in ready.items():
-                try:
-                    if check is not None:
-                        rows[at].update(check(rows[at], r.run_poisoned()))
-                    elif (own := found[at].check) is not None:
-                        errors = rows[at]["errors"] = own(r.run_poisoned())
-                        rows[at]["correct"] = all(e["met"] for e in errors.values())
-                except Exception as e:
-                    rows[at] |= failure(e)
+                with _failing(rows[at]):
+                    rows[at].update(_checked(found[at], rows[at], r, check))
                 r.close()
             ready.clear()
             running.free(self.device)

@@ -235,21 +235,27 @@ def judged(row: dict[str, Any], got: Got, eager: Got | None, exact: Got | None, 
     if (t := [x.dtype for x in got.logits]) != [x.dtype for x in eager.logits]:
         wrong.append(f"logits have dtypes {t}")
     row["from eager"], row["eager loss"] = errors(got, eager), eager.loss
-    if exact is None:
+    if exact is not None:
+        row["from fp32"], row["eager from fp32"] = errors(got, exact), errors(eager, exact)
+    return [*wrong, *_too_far(row, dtype)]
+
+
+def _too_far(row: dict[str, Any], dtype: torch.dtype) -> Iterator[str]:
+    """Yields the errors of a row that are above their bounds: from fp32 where it was run, else from eager."""
+    if "from fp32" not in row:
         if not (median := row["from eager"]["median token"]) <= LOOSE_BOUND:
-            wrong.append(f"median token: {median:.2g} from eager, above {LOOSE_BOUND}")
-        if not abs(got.loss - eager.loss) <= LOSS_BOUND * abs(eager.loss):
-            wrong.append(f"the loss is {got.loss}, and {eager.loss} eagerly")
-        return wrong
-    row["from fp32"], row["eager from fp32"] = ours, theirs = errors(got, exact), errors(eager, exact)
+            yield f"median token: {median:.2g} from eager, above {LOOSE_BOUND}"
+        if not abs(row["loss"] - row["eager loss"]) <= LOSS_BOUND * abs(row["eager loss"]):
+            yield f"the loss is {row['loss']}, and {row['eager loss']} eagerly"
+        return
+    ours, theirs = row["from fp32"], row["eager from fp32"]
     exact_bound = FP32_BOUND if dtype == torch.float32 else 0.0
     for what in (k for k in (*STRICT, *LOOSE) if k in ours):
         bound = exact_bound or FACTOR * theirs[what] + torch.finfo(dtype).eps / 2
         if what in LOOSE:
             bound = max(bound, 20 * exact_bound or LOOSE_BOUND)
         if not ours[what] <= bound:
-            wrong.append(f"{what}: {ours[what]:.2g} from fp32, above {bound:.2g}")
-    return wrong
+            yield f"{what}: {ours[what]:.2g} from fp32, above {bound:.2g}"
 
 
 def said(error: BaseException) -> str:
@@ -280,19 +286,23 @@ def measure(name: str, way_name: str, device: torch.device, toy: bool) -> dict[s
     if not wide:
         other = copy.deepcopy(runner.model).float()
         exact = runner.got(other, other, exact=True)
-    dtype = way.autocast or way.dtype
-    found, wrong = attempt(runner, "mhc_inductor", eager, exact, dtype)
+    found, wrong = attempt(runner, "mhc_inductor", eager, exact)
     row |= found | {"status": WRONG if wrong else RIGHT, "why": "; ".join(wrong)}
-    if not wrong and (lost := row.get("not finite in eager")):
-        why = f"eager's gradients of {len(lost)} parameters are not finite; the rest is right"
+    if why := _not_ours(row, runner, eager, exact, wide):
         row |= {"status": NAMED, "why": why}
-    if wrong and not wide and works(device):
-        other, too = attempt(runner, "inductor", eager, exact, dtype)
-        # What torch.compile gets wrong as well is not of this package.
-        if "output" in other or (too and "output" not in row):
-            why = f"{row['why']}. torch.compile without this package too: {'; '.join(too)}"
-            row |= {"status": NAMED, "why": why}
     return row
+
+
+def _not_ours(row: dict[str, Any], runner: Runner, eager: Got | None, exact: Got | None, wide: bool) -> str:
+    """Returns why a cell that is not right is not of this package: eager's gradients, or torch.compile, are wrong too."""
+    if row["status"] == RIGHT:
+        lost = row.get("not finite in eager")
+        return f"eager's gradients of {len(lost)} parameters are not finite; the rest is right" if lost else ""
+    if wide or not works(runner.device):
+        return ""
+    other, too = attempt(runner, "inductor", eager, exact)
+    as_well = "output" in other or (too and "output" not in row)
+    return f"{row['why']}. torch.compile without this package too: {'; '.join(too)}" if as_well else ""
 
 
 def works(device: torch.device) -> bool:
@@ -304,9 +314,7 @@ def works(device: torch.device) -> bool:
     return True
 
 
-def attempt(
-    runner: Runner, backend: str, eager: Got | None, exact: Got | None, dtype: torch.dtype
-) -> tuple[dict[str, Any], list[str]]:
+def attempt(runner: Runner, backend: str, eager: Got | None, exact: Got | None) -> tuple[dict[str, Any], list[str]]:
     """Runs the cell compiled; returns what was found, with "output" if it raised, and what is wrong."""
     row: dict[str, Any] = {}
     try:
@@ -320,4 +328,4 @@ def attempt(
     row["graphs"], row["routed"] = len(reports), dict(Counter(x.op for r in reports for x in r.routed))
     row["near misses"] = dict(Counter(f"{m.op}: {m.reason}" for r in reports for m in r.near_misses if not m.ordinary))
     problems = [p for r in reports for p in r.problems]
-    return row, judged(row, got, eager, exact, dtype) + problems
+    return row, judged(row, got, eager, exact, runner.way.autocast or runner.way.dtype) + problems
