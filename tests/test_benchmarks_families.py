@@ -296,7 +296,8 @@ def _deepseek(found: Row) -> bool:
 
 
 def _sparse(found: Row) -> bool:
-    return [r["variant"] for r in found["rows"]] == ["eager"] and found["verdicts"] == []
+    (row,) = found["rows"]
+    return row["variant"] == "eager" and row["error_logits"] == 0 and found["verdicts"] == []
 
 
 def _ways(found: Row) -> bool:

@@ -29,8 +29,8 @@ from benchmarks.sparse_models import fill
 CPU = torch.device("cpu")
 
 
-def case(model: str = V32, part: str = FORWARD, **changes: Any) -> Case:
-    return Case(model, 2, 32, part, **{"eager": True, "checked": True, **changes})
+def case(model: str = V32, part: str = FORWARD, seq: int = 32, **changes: Any) -> Case:
+    return Case(model, 2, seq, part, **{"eager": True, "checked": True, **changes})
 
 
 def job(variant: str = EAGER, **changes: Any) -> sparse_models.Job:
@@ -144,9 +144,9 @@ def test_a_lost_gradient_is_an_error(monkeypatch):
         process.errors()
 
 
-def test_our_row_counts_what_was_routed(monkeypatch):
+def test_our_row_counts_what_was_routed():
     torch._dynamo.reset()
-    row = sparse_models.measure(job(OURS))
+    row = sparse_models.measure(job(OURS, model=V4, seq=64))  # compiled once for both tests of what was routed
     torch._dynamo.reset()
     assert row["routing"]["nodes"] > 0 and row["compile_s"] > 0
     assert isinstance(row["reasons"], list) and row["error_logits"] < 1e-4
@@ -167,16 +167,32 @@ def test_a_failing_process_keeps_its_times(monkeypatch):
 # ---- the driver
 
 
-def test_rows_come_from_processes_and_are_kept(tmp_path, monkeypatch):
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """Has a script run in place of Python in processes that measure."""
+
+    def plant(lines: str) -> None:
+        script = tmp_path / "planted"
+        script.write_text(f"#!/bin/sh\n{lines}")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+
+    return plant
+
+
+def test_rows_come_from_processes_and_are_kept(tmp_path, monkeypatch, planted):
+    """A process that measures is in tests/test_benchmarks_families.py."""
+    planted("""read job; echo '{"median_ms": 7.5}'; echo '{"median_ms": 7.5, "error_logits": 0.0, "done": true}'""")
     monkeypatch.setenv("MHC_COMMIT", "abc")
     said: list[str] = []
     made = settings(variants=(EAGER,))
     (row,) = processes.run("sparse_models", made, tmp_path, said.append)
-    assert "error" not in row, row
-    assert said == ["deepseek_v32-2x32-forward-eager"] and row["error_logits"] == 0
+    assert said == ["deepseek_v32-2x32-forward-eager"] and row.pop("stamp")["commit"] == "abc"
+    assert row == made.plan()[0].named | {"median_ms": 7.5, "error_logits": 0}
     monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, **__: pytest.fail("measured again"))
     monkeypatch.setattr(environment, "_output", lambda *_: None)
-    assert processes.run("sparse_models", made, tmp_path, said.append) == [row]
+    (kept,) = processes.run("sparse_models", made, tmp_path, said.append)
+    assert kept.pop("stamp") and kept == row and len(said) == 1
     monkeypatch.setenv("MHC_COMMIT", "def")
     assert processes.kept(tmp_path, made.plan()[0]) is None
 
@@ -189,15 +205,8 @@ def test_a_spent_budget_and_a_dead_process_are_rows(tmp_path, monkeypatch):
     assert row["error"] == "the process ended with 1"
 
 
-def test_a_process_that_takes_too_long_keeps_what_it_saved(tmp_path, monkeypatch):
-    late = tmp_path / "late"
-    late.write_text("""#!/bin/sh
-echo '{"median_ms": 7.5}'
-echo noise >&2
-exec sleep 60
-""")
-    late.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(late))
+def test_a_process_that_takes_too_long_keeps_what_it_saved(tmp_path, planted):
+    planted("""echo '{"median_ms": 7.5}'; echo noise >&2; exec sleep 60""")
     (row,) = processes.run("sparse_models", settings(variants=(EAGER,), limit_s=2), tmp_path, lambda _: None)
     assert row["error"] == "the process ended with its limit of 2 s" and row["median_ms"] == 7.5
     assert row["output"] == "noise\n"
