@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import runpy
 
 import pytest
 import torch
@@ -163,7 +164,10 @@ def test_bad_options_are_named(name, options, said):
 
 
 @pytest.mark.parametrize("name", ["train_bytes", "e79_bytes", "needle"])
-def test_a_script_ends_with_2_for_another_device(name):
-    done = example_modules.run(name, "--device", "mps")
-    assert done.returncode == 2
-    assert "cpu or cuda" in re.sub(r"\s+", " ", done.stderr)
+def test_a_script_ends_with_2_for_another_device(name, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [name, "--device", "mps"])
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.syspath_prepend(example_modules.EXAMPLES)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(example_modules.EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert ended.value.code == 2 and "cpu or cuda" in re.sub(r"\s+", " ", capsys.readouterr().err)
