@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,17 @@ def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "200"}
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+
+
+def refused(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """Runs the script in this process, which must end it with exit status 2; returns what it says."""
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
 
 
 def started(module: str, *words: str, ranks: int = 1, **environment: str) -> subprocess.CompletedProcess[str]:
