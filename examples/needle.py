@@ -241,6 +241,52 @@ def table_of(runs: list[Run], p: needle_picture.Picture) -> Table:
     return table
 
 
+def trained(
+    corpus: stdlib_text.Corpus, model: NeedleModel, size: Size, seed: int, tokens: bool, bar: Progress
+) -> list[Run]:
+    """Trains ``model`` on short texts, and from its weights dense and selected attention, and with ``tokens`` an index."""
+    train(Run("short texts", model), short_texts(corpus.train, size.short, seed), size.short, bar)
+    # With at most TOP_K blocks all are selected, so both kinds of attention share the model for short texts.
+    runs = [
+        Run(EAGER, sparse(model, BLOCK, TOP_K, COMPRESS, WINDOW)),
+        Run(COMPILED, sparse(model, BLOCK, TOP_K, COMPRESS, WINDOW)),
+    ]
+    runs[1].model.load_state_dict(runs[0].model.state_dict())
+    if tokens:
+        runs.append(Run(TOKENS, by_token(model, CHOSEN)))
+        # Over all tokens a step costs the square of the length, so the texts are shorter.
+        warm = dataclasses.replace(size, steps=size.warm, seq=max(96, size.seq // 3))
+        warm_up(runs[-1], long_texts(corpus.train, warm, seed + 2), size.warm, bar)
+    runs.insert(0, Run(DENSE, model))
+    for run in runs:
+        train(run, long_texts(corpus.train, size, seed + 1), size.steps, bar, compiled=run.name == COMPILED)
+    return runs
+
+
+def speeds(
+    models: dict[str, NeedleModel], text: Callable[[int], needle_task.Batch], lengths: list[int], bar: Progress
+) -> dict[str, dict[int, float]]:
+    """Returns the seconds of a forward by way of calling and by length."""
+    calls: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        DENSE: models["dense"],
+        DENSE_COMPILED: torch.compile(models["dense"], backend="mhc_inductor", dynamic=True),
+        EAGER: models["selected"],
+        COMPILED: torch.compile(models["selected"], backend="mhc_inductor", dynamic=True),
+    }
+    if "tokens" in models:
+        calls[TOKENS] = models["tokens"]
+    task = bar.add_task("speed", total=len(calls) * len(lengths), note="")
+    seconds: dict[str, dict[int, float]] = {name: {} for name in calls}
+    for length in lengths:
+        batch = text(length)
+        for name, call in calls.items():
+            bar.update(task, note=f"{name}, {length} bytes")
+            if name != TOKENS or all(s < SLOW for s in seconds[TOKENS].values()):
+                seconds[name][length] = forward_seconds(call, batch, 5 if batch.tokens.is_cuda else 2)
+            bar.update(task, advance=1)
+    return seconds
+
+
 def compare(
     device: torch.device, size: Size, seed: int, out: pathlib.Path, tokens: bool = False
 ) -> tuple[list[Run], needle_picture.Picture]:
@@ -252,22 +298,13 @@ def compare(
     torch.manual_seed(seed)
     model = NeedleModel(size.dim, size.heads, size.head_dim).to(device)
     lengths = [n for n in LENGTHS if n <= size.longest] or [size.longest]
+
+    def text(length: int) -> needle_task.Batch:
+        seeded = torch.Generator().manual_seed(seed)
+        return needle_task.make(corpus.valid, 1, length, size.needles, seeded).to(device)
+
     with bars(console, width=18) as bar:
-        train(Run("short texts", model), short_texts(corpus.train, size.short, seed), size.short, bar)
-        # With at most TOP_K blocks all are selected, so both kinds of attention share the model for short texts.
-        runs = [
-            Run(EAGER, sparse(model, BLOCK, TOP_K, COMPRESS, WINDOW)),
-            Run(COMPILED, sparse(model, BLOCK, TOP_K, COMPRESS, WINDOW)),
-        ]
-        runs[1].model.load_state_dict(runs[0].model.state_dict())
-        if tokens:
-            runs.append(Run(TOKENS, by_token(model, CHOSEN)))
-            # Over all tokens a step costs the square of the length, so the texts are shorter.
-            warm = dataclasses.replace(size, steps=size.warm, seq=max(96, size.seq // 3))
-            warm_up(runs[-1], long_texts(corpus.train, warm, seed + 2), size.warm, bar)
-        runs.insert(0, Run(DENSE, model))
-        for run in runs:
-            train(run, long_texts(corpus.train, size, seed + 1), size.steps, bar, compiled=run.name == COMPILED)
+        runs = trained(corpus, model, size, seed, tokens, bar)
         models = {"dense": runs[0].model, "selected": runs[2].model} | ({"tokens": runs[3].model} if tokens else {})
         rounds = sum(max(2, size.tried // n) for n in lengths)
         found: dict[str, dict[int, list[float]]] = {}
@@ -275,28 +312,7 @@ def compare(
             task = bar.add_task(f"{kind}: answers", total=rounds, note="")
             step = lambda t=task: bar.update(t, advance=1)  # noqa: E731
             found[kind] = {n: accuracy(m, corpus.valid, n, size, seed, step) for n in lengths}
-        calls: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-            DENSE: models["dense"],
-            DENSE_COMPILED: torch.compile(models["dense"], backend="mhc_inductor", dynamic=True),
-            EAGER: models["selected"],
-            COMPILED: torch.compile(models["selected"], backend="mhc_inductor", dynamic=True),
-        }
-        if tokens:
-            calls[TOKENS] = models["tokens"]
-        task = bar.add_task("speed", total=len(calls) * len(lengths), note="")
-        seconds: dict[str, dict[int, float]] = {name: {} for name in calls}
-
-        def text(length: int) -> needle_task.Batch:
-            seeded = torch.Generator().manual_seed(seed)
-            return needle_task.make(corpus.valid, 1, length, size.needles, seeded).to(device)
-
-        for length in lengths:
-            batch = text(length)
-            for name, call in calls.items():
-                bar.update(task, note=f"{name}, {length} bytes")
-                if name != TOKENS or all(s < SLOW for s in seconds[TOKENS].values()):
-                    seconds[name][length] = forward_seconds(call, batch, 5 if device.type == "cuda" else 2)
-                bar.update(task, advance=1)
+        seconds = speeds(models, text, lengths, bar)
     last = text(lengths[-1])
     blocks, holds = chosen_blocks(models["selected"], last)
     losses = {run.name: run.loss for run in runs}
