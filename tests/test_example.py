@@ -98,6 +98,7 @@ def test_three_ways_of_sparse_models_agree(sparse_models, tmp_path, capsys, monk
     # The models' C++ takes minutes to compile. That of routed models is tested elsewhere.
     monkeypatch.setitem(sparse_models.BACKENDS, "torch.compile", "eager")
     monkeypatch.setitem(sparse_models.BACKENDS, "mhc_inductor", "aot_eager")
+    monkeypatch.setitem(sparse_models.MODELS, model, example_modules.with_fewer_iterations(sparse_models.MODELS[model]))
     lengths = (32,) if training else (32, 64)
     size = dataclasses.replace(sparse_models.DEFAULTS["cpu"], lengths=lengths, rounds=2, topk=8)
     report, runs = sparse_models.compare(model, CPU, size, training, seed=3, out=tmp_path / "lines.png")

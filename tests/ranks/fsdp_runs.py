@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs ``examples/train_fsdp.py`` with its own options, and graphs as Dynamo and the pass leave them.
 
-Inductor's C++ would take minutes to compile. Hyper-connections have 3 Sinkhorn iterations in place of 20, half of the
-nodes of a layer's graph.
+Inductor's C++ would take minutes to compile.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch._inductor.compile_fx as compile_fx_module
@@ -23,16 +20,7 @@ def main() -> None:
     compile_fx_module.compile_fx = lambda gm, *_, **__: gm
     with example_modules.imported("train_fsdp") as example:
         models = example.fsdp_v4.MODELS
-        whole = models["deepseek_v4"]
-
-        def smaller(size: Any) -> Any:
-            model = whole(size)
-            for module in model.modules():
-                if hasattr(module, "hc_sinkhorn_iters"):
-                    module.hc_sinkhorn_iters = 3
-            return model
-
-        models["deepseek_v4"] = smaller
+        models["deepseek_v4"] = example_modules.with_fewer_iterations(models["deepseek_v4"])
         typer.run(example.main)
 
 

@@ -44,6 +44,7 @@ def trainer(folder: pathlib.Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     with example_modules.imported("train_trainer") as example:
+        example.build = example_modules.with_fewer_iterations(example.build)
         plan = example.Plan(folder, **SIZES)
         example.train(plan, example.Way.trainer, [Killed()])
 
@@ -51,6 +52,7 @@ def trainer(folder: pathlib.Path) -> None:
 def accelerate(folder: pathlib.Path) -> None:
     """Trains with FSDP2: eager; compiled by Accelerate; the same stopped in the third step, and resumed."""
     with example_modules.imported("train_accelerate") as example:
+        example.build = example_modules.with_fewer_iterations(example.build)
         found: dict[str, Any] = {}
         accelerator = example.accelerator_of(example.Plan(folder, **SIZES), example.Way.accelerate)
         done = example.Losses()
