@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch._inductor.config
+from _pytest.python import pytest_pyfunc_call as call_test
 from torch._inductor.cpu_vec_isa import supported_vec_isa_list, valid_vec_isa_list
 
 from tests import golden
@@ -97,6 +99,16 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: list[py
 def pytest_collection_finish(session: pytest.Session) -> None:
     _check_groups(session)
     quick_torch.rare_collections()  # again: now without the garbage of the collection
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
+    """Calls the test as pytest does, with room for frames."""
+    return quick_torch.roomy(call_test, pyfuncitem)
+
+
+def pytest_unconfigure() -> None:
+    gc.freeze()  # Python would look through all objects before it ends: 3 s of a short run
 
 
 def _check_groups(session: pytest.Session) -> None:
