@@ -48,6 +48,7 @@ def test_frozen_objects_may_be_freed_and_none_may_be_added():
         assert process_state.changed({"gc frozen": before}, {"gc frozen": after}) == ["gc frozen"]
 
 
+@pytest.mark.few_objects
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])

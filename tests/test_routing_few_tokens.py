@@ -445,6 +445,7 @@ def test_devices_that_a_formula_names_are_not_used(device: Any) -> None:
     assert {r.op for r in report.routed} == EVERY and few.runs == 2 and not few.left
 
 
+@pytest.mark.few_objects
 def test_nothing_is_kept_after_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     checks, init = list[weakref.ref[FewTokens]](), FewTokens.__init__
 

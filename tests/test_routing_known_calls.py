@@ -141,6 +141,7 @@ def test_a_function_of_somebody_else_is_not_kept() -> None:
     assert kept and not any(kept.values())
 
 
+@pytest.mark.few_objects
 def test_what_is_kept_holds_no_tensor_of_a_compile() -> None:
     view = _analysed(_block, X, W)
     mode = weakref.ref(compat.fake_mode_of([n.meta["example_value"] for n in view.nodes if n.op == "placeholder"]))
