@@ -154,7 +154,8 @@ def _selection_of_the_readme(results: Results) -> str:
         ["lists: 4096 queries, 2048 of 16384 keys, 128 heads", listed, "", ""],
         [f"loss of an indexer, 8192 tokens, {name}, 2048 keys a query", loss, "", ""],
     ]
-    end = f"\nLists (576 wide), loss: sources {sources_of(of_lists)}, {sources_of(of_index)}."
+    made_of = ", ".join(dict.fromkeys(map(sources_of, (of_lists, of_index))))
+    end = f"\nLists (576 wide), loss: sources {made_of}."
     return _selection(results, ("c1", "2K", "decode"), more, end)
 
 
