@@ -154,14 +154,6 @@ def sinkhorn(seed: int, lead: tuple[int, ...], n: int, dtype: torch.dtype, iters
     return args
 
 
-def collapse(seed: int, **sizes: Any) -> Sequence[Any]:
-    made = any_strides(helpers_mhc.make_post_inputs(**sizes, seed=seed), seed)
-    x, h_pre, dh_in = made["x"], made["h_post"], made["f_out"]
-    got = helpers_single_pass.run_collapse(x, h_pre, dh_in)
-    close(got, helpers_single_pass.oracle_collapse(x, h_pre, dh_in), sizes["dtype"])
-    return [x, h_pre]
-
-
 def scan(seed: int, segment: int, **sizes: Any) -> Sequence[Any]:
     made = any_strides(helpers_e79.make_inputs(**sizes, seed=seed), seed)
     up = helpers_e79.upstream(made)
@@ -287,8 +279,7 @@ PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], Strategies]] = {
     "mhc_head": _layer("head", "norm_form", **_FORM),
     "mhc_post": _layer("post", **_SITE),
     **{f"mhc_{name}": _layer(name, **_SITE) for name in ("post_pre", "post_head", "single_pass")},
-    "mhc_coefficients": _layer("coefficients"),
-    "mhc_collapse": (collapse, MHC),
+    **{f"mhc_{name}": _layer(name) for name in ("coefficients", "collapse")},
     "mhc_sinkhorn": (sinkhorn, drawn(lead=LEAD, n=(2, 8), dtype=DTYPE, iters=(1, 4), form=ITERATIONS["sinkhorn_form"])),
     "e79_scan": (
         scan,

@@ -60,32 +60,12 @@ COEFFICIENTS = cases(
 )
 
 
-@pytest.mark.parametrize(("op", "case"), of_ops(single_pass=SINGLE_PASS, coefficients=COEFFICIENTS))
+COLLAPSE = cases(
+    collapse=({"width": 100}, "dtype lead", product([F32, BF16, F16], [(2, 3), (0,), (1,)])),
+    other_sizes=({"lead": (3,), "h_dtype": BF16, "strided": True}, "n width", product([2, 3, 8], [16, 17, 1100])),
+)
+
+
+@pytest.mark.parametrize(("op", "case"), of_ops(single_pass=SINGLE_PASS, coefficients=COEFFICIENTS, collapse=COLLAPSE))
 def test_against_fp64(device, op, case):
     check(op, device, **case)
-
-
-def test_dx_acc_is_added_before_the_one_rounding(device):
-    inputs = h.make_inputs((5,), 4, 32, BF16, device=device)
-    up = h.upstream({k: v for k, v in one.run_coefficients(inputs).items() if k in one.COEFFICIENTS[:3]})
-    acc = h.upstream({"x": inputs["x"]}, seed=7)["x"]
-    got = one.run_coefficients(inputs, up, None, acc)["dx"]
-    want = one.oracle_coefficients(inputs, up)["dx"] + acc.double().cpu()
-    h.compare({"dx": got}, {"dx": want}, 2e-6, ROUNDINGS)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("lead", [(2, 3), (0,), (1,)])
-def test_collapse(device, dtype, lead):
-    inputs = one.make_inputs(lead, 4, 100, dtype, device=device)
-    dh_in = h.upstream({"f": inputs["f_out"]})["f"]
-    args = inputs["x"], inputs["h_pre"], dh_in
-    h.compare(one.run_collapse(*args), one.oracle_collapse(*args), 1e-6, ROUNDINGS)
-
-
-@pytest.mark.parametrize("n", [2, 3, 8])
-@pytest.mark.parametrize("width", [16, 17, 1100])
-def test_collapse_of_other_sizes(device, n, width):
-    inputs = one.make_inputs((3,), n, width, BF16, device=device)
-    args = inputs["x"].transpose(-1, -2).contiguous().transpose(-1, -2), inputs["h_pre"].bfloat16(), inputs["f_out"]
-    h.compare(one.run_collapse(*args), one.oracle_collapse(*args), 1e-6, ROUNDINGS)

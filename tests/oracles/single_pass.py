@@ -52,13 +52,10 @@ def oracle_coefficients(
 
 
 def run_coefficients(
-    inputs: Inputs,
-    up: Mapping[str, Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-    dx_acc: Tensor | None = None,
+    inputs: Inputs, up: Mapping[str, Tensor] | None = None, options: Mapping[str, Any] | None = None
 ) -> dict[str, Tensor]:
     """Runs mhc_coefficients, and with ``up`` its backward; names the results as :func:`oracle_coefficients` does."""
-    return h.run_op("mhc_coefficients", inputs, up, {**h.PRE_OPTIONS, "dx_acc": dx_acc, **(options or {})})
+    return h.run_op("mhc_coefficients", inputs, up, {**h.PRE_OPTIONS, **(options or {})})
 
 
 def alone(tensors: Inputs, lead: tuple[int, ...]) -> Iterator[dict[str, Tensor | None]]:
@@ -85,17 +82,17 @@ def compare_dalpha(got: Tensor, want: Tensor, terms: Tensor, tolerance: float, r
     assert error <= tolerance * size + low, f"dalpha: {error / size:.3g} of its terms, above {tolerance:.3g}"
 
 
-def oracle_collapse(x: Tensor, h_pre: Tensor, dh_in: Tensor) -> dict[str, Tensor]:
+def _collapse_inputs(*sizes: Any, **made: Any) -> dict[str, Tensor | None]:
+    found = h.make_post_inputs(*sizes, **made)
+    return {"x": found["x"], "h_pre": found["h_post"]}
+
+
+def _oracle_collapse(inputs: Inputs, up: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Computes mhc_collapse and its gradients in fp64."""
-    t = h.leaves({"x": x, "h_pre": h_pre})
+    t = h.leaves(inputs)
     assert t["x"] is not None and t["h_pre"] is not None
     h_in = torch.einsum("...i,...id->...d", t["h_pre"], t["x"])
-    return {"h_in": h_in.detach(), **h._grads([h_in], [dh_in], t)}
-
-
-def run_collapse(x: Tensor, h_pre: Tensor, dh_in: Tensor) -> dict[str, Tensor]:
-    """Runs mhc_collapse and its backward, and names the results as :func:`oracle_collapse` does."""
-    return h.run_op("mhc_collapse", {"x": x, "h_pre": h_pre}, {"h_in": dh_in})
+    return {"h_in": h_in.detach(), **h._grads([h_in], [up["h_in"]], t)}
 
 
 LAYER_UP = ("h_in", "h_post", "h_res")
@@ -118,6 +115,12 @@ FORMULAS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..
         lambda i, t, u, o: run_coefficients(i, u, o),
         lambda i, t, x, u, o: oracle_coefficients(i, u, o),
         COEFFICIENTS[:3],
+    ),
+    "collapse": (
+        _collapse_inputs,
+        lambda i, t, u, o: h.run_op("mhc_collapse", i, u),
+        lambda i, t, x, u, o: _oracle_collapse(i, u),
+        ("h_in",),
     ),
 }
 """Of each op of mHC what makes its inputs, runs it and is its oracle, and its outputs with a gradient."""
