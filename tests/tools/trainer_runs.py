@@ -104,4 +104,4 @@ def noted(one_step: Any, found: dict[str, Any]) -> Any:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     without_inductor()
-    {"trainer": trainer, "accelerate": accelerate}[sys.argv[1]](pathlib.Path(sys.argv[2]))
+    quick_torch.roomy({"trainer": trainer, "accelerate": accelerate}[sys.argv[1]], pathlib.Path(sys.argv[2]))
