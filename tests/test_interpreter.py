@@ -24,13 +24,14 @@ LEAST = {
     "selection_pieces": 24,
     "selection_lists": 300,
     "selection_join": 40,
+    "selection_blocks": 22,
     "index": 85,
     "index_backward": 28,
     "index_loss": 90,
     "few": 6,
 }
 """The least cases of each file ``test_kernels_NAME.py``; of selection's, the part that conftest.some keeps here."""
-KEPT = ("e79", "selection selection_pieces selection_join index_backward few")
+KEPT = ("e79", "selection selection_pieces selection_join selection_blocks index_backward few")
 """Files that each commit interprets, those of one process together: they take seconds."""
 OTHERS = ("mhc", "single_pass", "selection_lists", "index", "index_loss")
 BF16_DOT = """
@@ -54,6 +55,11 @@ assert torch.allclose(c, a.float() @ b.float(), atol=1e-5), (c - a.float() @ b.f
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, cwd=TESTS.parent)
+
+
+def test_every_file_of_kernels_is_interpreted():
+    files = {file.stem.removeprefix("test_kernels_") for file in TESTS.glob("test_kernels_*.py")}
+    assert files == {*LEAST} == {name for names in (*KEPT, *OTHERS) for name in names.split()}
 
 
 def test_bf16_dot_is_fixed(tmp_path):
