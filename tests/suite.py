@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs every test but those marked ``whole``, every case of each, and writes the committed counts and times.
 
-``python -m tests.suite`` takes 47 minutes on two cores. ``./dev test`` runs a part of it, chosen by the times that were
+``python -m tests.suite`` takes some 40 minutes on two cores. ``./dev test`` runs a part of it, chosen by the times that were
 written (``tests/tools/each_commit.py``); ``tests/test_results.py`` checks that the counts are of this tree's code and tests.
 ``--add FILE`` runs the tests of a file alone and writes the times of those that have none, as of a new file's.
 """
