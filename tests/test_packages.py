@@ -31,12 +31,10 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
-@pytest.mark.every_case
 def test_a_process_without_this_package_loads_it(package: pathlib.Path) -> None:
     packaged.run_in_python(package)
 
 
-@pytest.mark.every_case
 def test_a_program_in_cpp_runs_it_without_python(package: pathlib.Path) -> None:
     packaged.run_in_cpp(package)
 

@@ -230,7 +230,6 @@ def cached(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     torch._dynamo.reset()
 
 
-@pytest.mark.every_case
 def test_processes_compile_what_the_warmup_then_finds(tmp_path: pathlib.Path) -> None:
     """Runs a script, as a user would: what other tests leave in this process is a part of the keys of the cache."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
