@@ -25,9 +25,9 @@ import pytest
 from benchmarks.source_hash import ROOT
 
 RESULT = ROOT / "benchmarks" / "results" / "tests.json"
-SECONDS = 0.3
+SECONDS = 0.25
 """Seconds for all cases of a test function."""
-LONGEST = 1.2
+LONGEST = 1.0
 """Seconds of an average case above which a test function is left out."""
 LAWS: dict[str, tuple[str, ...]] = {
     "adversarial programs": ("test_adversarial.py::test_random_programs_give_what_eager_gives",),
