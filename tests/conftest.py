@@ -81,12 +81,6 @@ def _mark_open(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xfail(reason=reasons[item.nodeid], strict=True))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "few_objects: runs first, while Python's collector has few objects to look through"
-    )
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_open(items)
     items.sort(key=lambda item: item.get_closest_marker("few_objects") is None)

@@ -191,21 +191,22 @@ def test_a_bias_of_nan_gives_its_score_no_gradient(repeats):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("name", "made"),
-    [("bias", h.make_inputs("random", F32, bias="normal")), ("mask", masks.make_inputs("biased", F32))],
+    ("name", "made", "said"),
+    [
+        ("bias", h.make_inputs("random", F32, bias="normal"), "no gradient for bias"),
+        ("mask", masks.make_inputs("biased", F32), "mask must not require a gradient, got one that does"),
+    ],
 )
-def test_a_bias_or_mask_that_needs_a_gradient_is_refused_never_dropped(name, made, compiled, fresh):
+def test_a_bias_or_mask_that_needs_a_gradient_is_refused_never_dropped(name, made, said, compiled, fresh):
     made = {**made, name: made[name].clone().requires_grad_()}
     call = op(h.name_of(made))
     attend = torch.compile(lambda *a: call(*a), backend="aot_eager") if compiled else call
-    with pytest.raises(
-        (RuntimeError, ValueError), match=rf"(no gradient for bias|one that does); pass {name}\.detach\(\)"
-    ):
+    with pytest.raises((RuntimeError, ValueError), match=rf"{said}; pass {name}\.detach\(\)"):
         attend(*h.arguments(made, SCALE))
     with torch.no_grad():
         assert attend(*h.arguments(made, SCALE))[0].isfinite().all()
     given = {n: made[n] for n in ("q", "k", "v", "indices", name) if n in made}
-    with pytest.raises(RuntimeError, match=f"(no gradient for|must not require a gradient.*) ?{name}"):
+    with pytest.raises(RuntimeError, match=said):
         torch.compile(lambda: mhc_inductor.selection_attention(**given), backend="aot_eager")()
 
 

@@ -51,8 +51,8 @@ LAWS: dict[str, tuple[str, ...]] = {
     ),
     "families in every kind of mode": ("test_sparse_models.py::test_routed_of_all_and_the_same_results",),
     "formulas on DTensors": ("test_laws_process.py::test_a_block_on_dtensors_compiles",),
-    "models that decode": ("test_decoding_families.py::test_routed_calls_with_a_cache_give_the_full_forward",),
     "kernels compiled for absent GPUs": ("test_offline_selection.py::test_kernels_compile_without_unnamed_spills",),
+    "models that decode": ("test_decoding_families.py::test_routed_calls_with_a_cache_give_the_full_forward",),
     "models on several ranks": ("test_distributed.py::test_ranks",),
     "package without an installation": ("test_wheel.py::test_bare_checkout",),
     "planted failures are found": (

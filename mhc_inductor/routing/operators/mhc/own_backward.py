@@ -79,7 +79,7 @@ class SinkhornFunction:
         """Returns the iterations of a Function's forward, a near miss where its backward is something else, or None."""
         found = _function(view, node)
         if found is None or (view.roots[node] and not view.roots[node_of(found.steps.logits)]):
-            return None  # where only what is saved needs a gradient, so does the result, without giving it one
+            return None  # the result needs a gradient for what is only saved, and the op's would need none
         key, made = found.key, Sinkhorn(found.steps, found.result).match()
         if key not in self._known:
             self._known[key] = _difference(found)
