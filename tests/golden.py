@@ -16,6 +16,8 @@ import subprocess
 import sys
 from collections import Counter
 
+import torch
+
 from mhc_inductor import routing
 from mhc_inductor.report import Report
 from tests.tools.each_commit import ungrouped
@@ -52,7 +54,9 @@ def named(nodeid: str) -> str | None:
 
 @functools.cache
 def read() -> dict[str, str]:
-    """Returns the table: the ops of each test."""
+    """Returns the table: the ops of each test. It is not for torch 2.11, whose Dynamo cuts and repeats other graphs."""
+    if torch.__version__.startswith("2.11."):
+        return {}
     lines = (line.partition("\t") for line in TABLE.read_text().splitlines() if line)
     return {name: ops for name, _, ops in lines}
 

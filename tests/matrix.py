@@ -29,7 +29,7 @@ RESULT = ROOT / "benchmarks" / "results" / "versions.json"
 TESTS = pathlib.Path(__file__).parent
 PARTS = {
     "import": ["test_doctor"],
-    "ops": ["test_ops_*", "test_nn*"],
+    "ops": ["test_ops_*", "test_nn*", "test_replay*", "test_checkpoint_policies"],
     "kernels": ["test_interpreter", "test_offline*", "test_post_project", "test_one_read"],
     "code generation": ["test_codegen*", "test_backend", "test_compile_early"],
     "caches": ["test_cache*", "test_process_state"],

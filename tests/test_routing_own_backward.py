@@ -134,7 +134,7 @@ def test_where_the_backward_breaks_the_graph_the_report_says_what_dynamo_cannot_
     p, balanced = parameters(), function(by_backward, "softmax")
     report = mhc_inductor.explain(lambda x: around(x, p, balanced), torch.randn(2, 3, N, WIDTH, requires_grad=True))
     (why,) = [m.reason for m in report.near_misses if "Dynamo breaks the graph" in m.reason]
-    assert "Tensor.backward()" in why
+    assert "Tensor.backward()" in why or "Dynamo does not support changes to a Tensor" in why  # torch 2.11
     assert [r.op for r in report.routed] == ["mhc_pre", "mhc_sinkhorn", "mhc_post"]
 
 

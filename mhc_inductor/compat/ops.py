@@ -2,7 +2,6 @@
 """Private torch APIs that the ops use.
 
 - torch._C._functorch.is_gradtrackingtensor: whether torch.func.grad differentiates by a tensor
-- torch._guards.TracingContext.try_get: whether this thread compiles a graph
 - torch._ops.OpOverload._schema: the types of an op's arguments
 - torch._subclasses.fake_tensor.FakeTensor.fake_mode: the fake mode of an argument
 - torch._subclasses.fake_tensor.FakeTensorMode.allow_non_fake_inputs: whether a real tensor next to a fake one works
@@ -25,8 +24,6 @@ from typing import Any, cast
 
 import torch
 
-from mhc_inductor.compat import shared
-
 
 def onnx_exporting() -> bool:
     """Returns whether ``torch.onnx.export`` runs.
@@ -34,11 +31,6 @@ def onnx_exporting() -> bool:
     The public function imports the exporter, so it is asked only where that is imported already.
     """
     return "torch.onnx._internal.exporter._flags" in sys.modules and torch.onnx.is_in_onnx_export()
-
-
-def tracing() -> bool:
-    """Returns whether Dynamo, AOTAutograd or AOTInductor is compiling a graph on this thread."""
-    return torch._guards.TracingContext.try_get() is not None or shared.in_package()
 
 
 def any_tracked(args: Sequence[Any]) -> bool:

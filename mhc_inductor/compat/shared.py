@@ -10,6 +10,7 @@
 - torch._dynamo.OptimizedModule._orig_mod: the module that torch.compile was called with
 - torch._dynamo.eval_frame._TorchDynamoContext._torchdynamo_orig_callable: the function that it was called with
 - torch._dynamo.utils.counters: torch's counters, and this package's among them
+- torch._guards.TracingContext.try_get: whether this thread compiles a graph
 - torch._inductor.async_compile.AsyncCompile.use_process_pool: starts the compile workers, and says if they run
 - torch._inductor.config: Inductor's options, by which passes reach what is being compiled
 - torch._inductor.decomposition.decompositions: the table of decompositions
@@ -89,6 +90,11 @@ def in_package() -> bool:
     """
     virtualized = sys.modules.get("torch._inductor.virtualized")
     return virtualized is not None and bool(virtualized.V.aot_compilation)
+
+
+def tracing() -> bool:
+    """Returns whether Dynamo, AOTAutograd or AOTInductor is compiling a graph on this thread."""
+    return torch._guards.TracingContext.try_get() is not None or in_package()
 
 
 def packaging_formulas() -> bool:

@@ -198,7 +198,7 @@ def checkpointed_indices() -> tuple[AbstractContextManager[Any], AbstractContext
     Raises:
         RuntimeError: In the recomputation, if the keys of the store were changed since the forward.
     """
-    if torch.compiler.is_compiling():  # the graph's own checkpoint, in which keys are an argument
+    if compat.tracing():  # the graph's own checkpoint, in which keys are an argument
         return torch.utils.checkpoint.create_selective_checkpoint_contexts(_recompute)
     if _run is None:
         return contextlib.nullcontext(), contextlib.nullcontext()
