@@ -245,6 +245,12 @@ EQUAL_OR_LEFT: dict[str, Two] = {
     "additive that cancels": lambda a, b: torch.where(a, 5.0, 0.0) + torch.where(b, -5.0, -10.0) == 0,
     "half truncated to 0 in int": lambda a, b: torch.full(a.shape, 0.5).int() + a.int() > 0,
     "cumulative": lambda a, b: a.int().cumsum(-1) * a.int() > 1,
+    "2 ** 32, to int": lambda a, b: torch.zeros(a.shape).masked_fill(a, 2.0**32).int() != 0,
+    "inf, to int": lambda a, b: a | (torch.zeros(a.shape).masked_fill(b, INF).int() == 0),
+    "constants on the left": lambda a, b: (torch.zeros(()) < a.float()) & (torch.tensor(5) > torch.arange(T)),
+    "positions against floats": lambda a, b: a & (torch.arange(T) < torch.full((T,), 5.0)),
+    "clamped above": lambda a, b: torch.clamp_max(a.int() + b.int(), 1) == 1,
+    "plus nothing, in int16": lambda a, b: (0 * b.int()).to(torch.int16) + a.to(torch.int16) > 0,
 }
 
 
@@ -264,7 +270,8 @@ def test_constants_of_masks_matter(name: str) -> None:
 _ROUTED = {
     *("half of a sum is above 0.25", "a quarter reaches a quarter", "a clamped sum", "where of doubles"),
     *("below a half", "maximum", "nonzero fraction", "additive, against -inf", "half truncated to 0 in int"),
-    *("one and a half, truncated", "rsub", "finfo.min against -inf"),
+    *("one and a half, truncated", "rsub", "finfo.min against -inf", "constants on the left"),
+    *("positions against floats", "clamped above", "plus nothing, in int16"),
 }
 """The masks above that equal a, b or their union, which routing recognises through the constants."""
 

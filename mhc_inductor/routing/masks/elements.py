@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 from collections.abc import Container
 from typing import Any
 
@@ -82,14 +82,14 @@ def signed(value: Value) -> list[tuple[Any, Any]] | None:
 
 
 def rounded(known: float, dtype: torch.dtype) -> float:
-    """Returns ``known`` as a tensor of ``dtype`` stores it: rounded, truncated or wrapped."""
+    """Returns ``known`` as a tensor of ``dtype`` stores it: rounded or truncated. Raises Unsupported if it does not fit."""
     if dtype is torch.bool:
         return float(known != 0.0)
     if dtype.is_floating_point:
         return float(torch.tensor(known, dtype=torch.float64).to(dtype))
-    if dtype.is_complex or not math.isfinite(known):
-        return known
-    return float(torch.tensor(int(known)).to(dtype))
+    if dtype.is_complex or not torch.iinfo(dtype).min <= known <= torch.iinfo(dtype).max:
+        raise Unsupported  # each device stores another integer
+    return float(int(known))
 
 
 def constant_of(a: Any) -> float | None:
@@ -101,9 +101,9 @@ def constant_of(a: Any) -> float | None:
         dtypes.append(a.dtype)
         known = _filled_with(a)
         if known is not None:
-            for dtype in reversed(dtypes):
-                known = rounded(known, dtype)
-            return known
+            with contextlib.suppress(Unsupported):
+                return functools.reduce(rounded, reversed(dtypes), known)
+            return None
         if a.func not in SHOWN:
             return None
         a = a.args[0]

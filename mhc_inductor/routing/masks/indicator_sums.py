@@ -64,7 +64,7 @@ class Count:
                 raise Unsupported
             terms = tuple((f, c) for f, (_, c) in zip(factors, self.terms, strict=True))
             return dataclasses.replace(self, terms=terms)
-        whole = all(f == int(f) for f, _ in self.terms)
+        whole = all(float(f).is_integer() for f, _ in self.terms)
         wide = dtype in WHOLE and max(abs(f) for f, _ in self.terms) < 2**20
         narrow = self.most <= torch.iinfo(dtype).max and (self.least >= 0.0 or dtype is not torch.uint8)
         if not whole or not (wide or narrow):
