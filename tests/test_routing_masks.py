@@ -75,6 +75,7 @@ ONE_FILL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "filled twice with -inf": lambda s, m: s.masked_fill(~m, -INF).masked_fill(~_causal(), -INF),
     "filled twice with finfo.min": lambda s, m: s.masked_fill(~m, MIN).masked_fill(~_causal(), MIN),
     "filled finfo.min, then scaled": lambda s, m: s.masked_fill(~m, MIN) * 0.5,
+    "scaled from the left": lambda s, m: (torch.tensor(0.5) * s).masked_fill(~m, MIN),
     "filled -1e9": lambda s, m: s.masked_fill(~m, -1e9),
     "added -1e9": lambda s, m: s + (1.0 - m.float()) * -1e9,
     "subtracted 1e9": lambda s, m: s - (~m).float() * 1e9,
@@ -250,6 +251,11 @@ EQUAL_OR_LEFT: dict[str, Two] = {
     "constants on the left": lambda a, b: (torch.zeros(()) < a.float()) & (torch.tensor(5) > torch.arange(T)),
     "positions against floats": lambda a, b: a & (torch.arange(T) < torch.full((T,), 5.0)),
     "clamped above": lambda a, b: torch.clamp_max(a.int() + b.int(), 1) == 1,
+    "a count of another place": lambda a, b: (
+        a | (torch.zeros(T, 2).scatter_add(1, torch.zeros(T, 1).long(), torch.ones(T, 1))[:, 1:] > 0)
+    ),
+    "scattered where it is": lambda a, b: a | torch.zeros(T, T, dtype=torch.bool).scatter(1, a[0, 0].long(), False),
+    "the largest of one": lambda a, b: torch.where(a[..., None, :], INF, 0.0).amax(-2) == INF,
     "plus nothing, in int16": lambda a, b: (0 * b.int()).to(torch.int16) + a.to(torch.int16) > 0,
 }
 
@@ -271,7 +277,8 @@ _ROUTED = {
     *("half of a sum is above 0.25", "a quarter reaches a quarter", "a clamped sum", "where of doubles"),
     *("below a half", "maximum", "nonzero fraction", "additive, against -inf", "half truncated to 0 in int"),
     *("one and a half, truncated", "rsub", "finfo.min against -inf", "constants on the left"),
-    *("positions against floats", "clamped above", "plus nothing, in int16"),
+    *("positions against floats", "clamped above", "plus nothing, in int16", "a count of another place"),
+    *("scattered where it is", "the largest of one"),
 }
 """The masks above that equal a, b or their union, which routing recognises through the constants."""
 
@@ -336,14 +343,15 @@ INDEXED: dict[str, Callable[[Tensor], Tensor]] = {
     "scatter": lambda x: torch.zeros(2, 2, T, T, dtype=torch.bool).scatter(-1, x, True),
     "scatter_add": lambda x: torch.zeros(2, 2, T, T).scatter_add(-1, x, torch.ones(x.shape)) > 0,
     "scatter_ of clamped": lambda x: torch.zeros(2, 2, T, T, dtype=torch.bool).scatter_(-1, x.clamp(min=0), True),
-    "setitem": lambda x: _set(torch.zeros(2, 2, T, T, dtype=torch.bool), x),
+    "setitem": lambda x: _set((t := torch.arange)(2).view(2, 1, 1, 1), t(2).view(2, 1, 1), t(T)[:, None], x),
+    "setitem after slices": lambda x: _set(slice(None), slice(None), torch.arange(T)[:, None], x[1, 1]),
     "blocks": lambda x: torch.zeros(2, 2, T, 4).scatter(-1, x, 1.0).repeat_interleave(4, -1) > 0,
 }
 
 
-def _set(mask: Tensor, x: Tensor) -> Tensor:
-    b, g, s = torch.arange(2), torch.arange(2), torch.arange(T)
-    mask[b.view(2, 1, 1, 1), g.view(2, 1, 1), s.view(T, 1), x] = True
+def _set(*index: Any) -> Tensor:
+    mask = torch.zeros(2, 2, T, T, dtype=torch.bool)
+    mask[index] = True
     return mask
 
 
