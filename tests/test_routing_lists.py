@@ -203,12 +203,27 @@ def test_keys_and_values_of_one_tensor_are_read_once() -> None:
     assert call.args[2] is None
 
 
+def put(indices: Tensor, keys: int) -> Tensor:
+    """The listed keys: True assigned to the places of a batch and its queries."""
+    made = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool)
+    made[torch.arange(made.shape[0])[:, None, None], torch.arange(made.shape[1])[:, None], indices] = True
+    return made.unsqueeze(1)
+
+
+LISTED: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "scattered": scattered,
+    "put from the end": lambda indices, keys: put(indices - keys, keys),
+    "put among twice as many": lambda indices, keys: put(indices, 2 * keys)[..., :keys],
+}
+
+
 @pytest.mark.parametrize("grad", [True, False])
-def test_dynamic_sizes_are_routed(grad: bool) -> None:
+@pytest.mark.parametrize("name", LISTED)
+def test_dynamic_sizes_are_routed(name: str, grad: bool) -> None:
     def fn(x: Tensor, indices: Tensor) -> Tensor:
         q, k, v = x.split([HEADS, 1, 1], 1)
         place = torch.arange(x.shape[2])
-        return written_plain(q, k, v, scattered(indices, x.shape[2]) & (place <= place[:, None]))
+        return written_plain(q, k, v, LISTED[name](indices, x.shape[2]) & (place <= place[:, None]))
 
     q, k, v, *_, indices = inputs()
     given = torch.cat([q, k, v], 1), indices

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -69,12 +69,9 @@ def _digits(terms: dict[Any, Size]) -> tuple[list[Var] | None, Size]:
 
 
 class Layouts:
-    """Emits views of inputs.
+    """Emits views of inputs. ``equal``: pairs of sizes that are the same number."""
 
-    ``equal``: pairs of sizes that are the same number. ``sized``: sizes, each with a (tensor, dim) that has it.
-    """
-
-    def __init__(self, edit: Edit, refs: Iterable[Ref], sized: Mapping[Size, tuple[Value, int]]) -> None:
+    def __init__(self, edit: Edit, refs: Iterable[Ref]) -> None:
         self.edit = edit
         self.equal: set[frozenset[Size]] = set()
         self._made: dict[Value, fx.Node] = {}
@@ -87,8 +84,6 @@ class Layouts:
         for node in edit.graph.nodes:
             if node.op == "placeholder" and compat.is_symbol(number := example(node)):
                 self._numbers[size_of(number, {})] = node
-        for size, (value, d) in sized.items():
-            self._sizes.setdefault(size, (edit.input(value), d))
 
     def _input(self, value: Value) -> fx.Node:
         """Returns the node of an input, made here if it is concatenated from several."""

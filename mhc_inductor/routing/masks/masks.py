@@ -74,8 +74,6 @@ class Masks:
         self.hints = hints
         self.equal: set[frozenset[Size]] = set()
         """Pairs of sizes that are assumed to be equal; the rewrite must guard them."""
-        self.sized: dict[Size, tuple[Value, int]] = {}
-        """Dimension sizes used to resolve negative indices, each with a (value, dim) that has it."""
         self.seen: dict[Value, None] = {}
         self.packed: dict[Value, tuple[int, bool]] = {}
         """Tensors of packed sequences, each with its dim of tokens: the number of the sequence, or positions in it."""

@@ -15,7 +15,7 @@ import torch
 from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, broadcast, joined
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import Key, Linear, atom, number, of_index, of_scalar, of_size, to_index
-from mhc_inductor.routing.graph.values import Value, behind, imagined
+from mhc_inductor.routing.graph.values import Value, imagined
 from mhc_inductor.routing.masks.elements import FILLS, constant_of, filling, kept, keyed, operand, rounded
 from mhc_inductor.routing.masks.keys import FALSE, TRUE, All, AnyOf, Compare, Literal, both, compared, either
 
@@ -110,14 +110,6 @@ class Placed:
         found = compared("eq", place, of_index(ref.index[d]))
         return [All(c.literals, (*c.bound, j)) for c in found]
 
-    def _wrap(self, value: Value, d: int) -> Size:
-        """Returns the size that negative indices into a dim count from, and records a tensor that has it."""
-        size = value.shape[d]
-        held = next((v for v in behind(value, lambda v: v.shape == value.shape) if v.node is not None), None)
-        if size.symbols and held is not None:
-            self.masks.sized[size] = held, d
-        return size
-
     def _assume(self, a: Size, b: Size) -> None:
         """Assumes that two symbols are the same size if their present values are equal; the rewrite guards it.
 
@@ -157,7 +149,7 @@ class Placed:
         for d, i in enumerate(indices):
             if i is None:
                 continue
-            place = self.masks.whole(broadcast(i, places), self._wrap(ref.value, d))
+            place = self.masks.whole(broadcast(i, places), ref.value.shape[d])
             if place.data():
                 self.masks.indices.take(i, ref.value.shape[d], True, self.masks.whole)
             total = both(total, compared("eq", place, of_index(ref.index[d])))
@@ -173,16 +165,16 @@ class Placed:
         more: dict[Var, Literal] = {}
 
         def place(at: Ref, x: Value, d: int, wraps: bool) -> Index:
-            return self._place(at, x.shape[d], self._wrap(x, d) if wraps else None, more)
+            return self._place(at, x.shape[d], wraps, more)
 
         below = looked_up(ref, place)
         return None if below is None else ([All(frozenset(more.values()), tuple(more))], below)
 
-    def _place(self, ref: Ref, size: Size, wrap: Size | None, more: dict[Var, Literal]) -> Index:
+    def _place(self, ref: Ref, size: Size, wraps: bool, more: dict[Var, Literal]) -> Index:
         """Returns a whole number as an index; if it is not one, a new variable with a condition in ``more``."""
-        at = self.masks.whole(ref, wrap)
+        at = self.masks.whole(ref, size if wraps else None)
         if at.data():
-            self.masks.indices.take(ref.value, size, wrap is not None, self.masks.whole)
+            self.masks.indices.take(ref.value, size, wraps, self.masks.whole)
         index = to_index(at)
         if index is not None:
             return index

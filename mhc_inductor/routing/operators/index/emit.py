@@ -36,7 +36,7 @@ class _Emission:
 
     def __init__(self, edit: Edit, one: Found) -> None:
         self.edit, self.emit, self.one = edit, edit.emit, one
-        self.layouts = Layouts(edit, one.refs, {})
+        self.layouts = Layouts(edit, one.refs)
         self.device = example(node_of(one.outs[0])).device
         self.rows = [v for v in (*one.batch, *one.query) if v.size != ONE]
 

@@ -125,7 +125,7 @@ def _prefix(
         found = _limits(keys, t, order)
     except (Unsupported, DynamicWidth, Mismatch):
         return False
-    if found is None or masks.equal or masks.sized or masks.indices.values():
+    if found is None or masks.equal or masks.indices.values():
         return False
     total.limits += found[0]
     total.conditions += found[1]

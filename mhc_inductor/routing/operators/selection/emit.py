@@ -50,13 +50,11 @@ _LATER = (
 def inputs_of(one: Found) -> list[Value]:
     """Returns the tensors that the op reads.
 
-    They are q, k, v, the tensors that determine which keys a query sees, and those that give sizes or are
-    range-checked.
+    They are q, k, v, the tensors that determine which keys a query sees, and those that are range-checked.
     """
     refs = [*(source.ref for source in read(one)), *data_of(one)]
     refs += [] if one.sink is None else [sink_of(one).ref]
-    sized = [value for value, _ in one.masks.sized.values()]
-    return list(dict.fromkeys([*(x for ref in refs for x in held(ref.value)), *sized, *one.masks.indices.values()]))
+    return list(dict.fromkeys([*(x for ref in refs for x in held(ref.value)), *one.masks.indices.values()]))
 
 
 def read(one: Found) -> list[Source]:
@@ -83,7 +81,7 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     device = example(one.out.node).device
     one.compared = _compared(edit, one, device.type, dtype)
     plain = [ref for ref in data_of(one) if one.t not in variables_of(ref)]
-    layouts = Layouts(edit, [*(s.ref for s in sources), *plain], one.masks.sized)
+    layouts = Layouts(edit, [*(s.ref for s in sources), *plain])
     layouts.equal = one.masks.equal
     old, one = one, one if one.absorbed is None else one.absorbed.regrouped(one)
     given, inside = _operands(layouts, one, [s.ref for s in sources], dtype)
