@@ -213,6 +213,9 @@ def put(indices: Tensor, keys: int) -> Tensor:
 LISTED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "scattered": scattered,
     "put from the end": lambda indices, keys: put(indices - keys, keys),
+    "with a window": lambda indices, keys: (
+        scattered(indices, keys) | (torch.arange(keys) > torch.arange(keys)[:, None] - indices.shape[-1] - 2)
+    ),
     "put among twice as many": lambda indices, keys: put(indices, 2 * keys)[..., :keys],
 }
 
@@ -227,7 +230,7 @@ def test_dynamic_sizes_are_routed(name: str, grad: bool) -> None:
 
     q, k, v, *_, indices = inputs()
     given = torch.cat([q, k, v], 1), indices
-    routed(fn, given, grad, dynamic=None, symbolic=[(0, 2), (1, 1)])
+    routed(fn, given, grad, dynamic=None, symbolic=[(0, 2), (1, 1), (1, 2)])
 
 
 def written_plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -20,9 +20,7 @@ _FRAME = re.compile(r'^ *File "(.*)", line (\d+), in (.*)(?:\n(?! *File ") *(.+)
 def source_of(node: fx.Node | None) -> str:
     """Returns "file.py:line, in function: code" of the user's line that made ``node``, or "unknown"."""
     trace = node.meta.get("stack_trace") if node is not None else None
-    if not trace:
-        return "unknown"
-    frames: list[tuple[str, ...]] = _FRAME.findall(trace)
+    frames: list[tuple[str, ...]] = _FRAME.findall(trace or "")
     own = [frame for frame in frames if _TORCH not in frame[0]] or frames
     if not own:
         return "unknown"

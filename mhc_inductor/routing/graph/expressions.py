@@ -59,8 +59,6 @@ class Ref:
         """The result of :func:`step`, once it was called."""
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
         return isinstance(other, Ref) and self.value is other.value and self.index == other.index
 
     def __hash__(self) -> int:

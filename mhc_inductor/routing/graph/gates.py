@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, contraction, number, operands, peel, reduction
@@ -11,9 +12,9 @@ from mhc_inductor.routing.graph.index import Var
 from mhc_inductor.routing.graph.values import Value
 
 SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
-
-
 LOG_SIGMOIDS = (aten.log_sigmoid.default, aten.log_sigmoid_forward.default)
+_MULTIPLY = (aten.mul.Tensor, aten.mul.Scalar)
+_DIVIDE = (aten.div.Tensor, aten.div.Scalar)
 CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
@@ -72,13 +73,27 @@ def bound_below(ref: Ref) -> tuple[Ref, float] | None:
     return None
 
 
+def by_number(ref: Ref) -> tuple[float, Ref] | None:
+    """Returns (factor, element) of an element that is multiplied or divided by a number, or negated; else None."""
+    value = ref.value
+    if value.func is aten.neg.default:
+        return -1.0, Ref(value.args[0], ref.index)
+    if value.func not in (*_MULTIPLY, *_DIVIDE) or value.kwargs:
+        return None
+    a, b = operands(ref)
+    if value.func in _MULTIPLY and isinstance(a, float):
+        a, b = b, a
+    if not isinstance(a, Ref) or not isinstance(b, float):
+        return None
+    return b if value.func in _MULTIPLY else 1.0 / b if b else math.inf, a
+
+
 def squared(ref: Ref) -> tuple[Ref, float, list[Var]] | None:
     """Returns (v, factor, bound variables) of ``factor * sum(v * v)``, or None."""
     scale = 1.0
     bound: list[Var] = []
     while True:
         ref = peel(ref)
-        func = ref.value.func
         reduced = reduction(ref)
         if reduced is not None:
             ref, more, factor = reduced
@@ -90,15 +105,8 @@ def squared(ref: Ref) -> tuple[Ref, float, list[Var]] | None:
                 return v, scale, bound
             # The square of a vector norm: go on with the sum under its root.
             ref = Ref(root.value.args[0], root.index)
-        elif func in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-            a, b = operands(ref)
-            divides = func in (aten.div.Tensor, aten.div.Scalar)
-            if isinstance(a, Ref) and isinstance(b, float) and b != 0.0:
-                ref, scale = a, scale / b if divides else scale * b
-            elif isinstance(b, Ref) and isinstance(a, float) and not divides:
-                ref, scale = b, scale * a
-            else:
-                return None
+        elif (scaled := by_number(ref)) is not None and 0.0 < scaled[0] < math.inf:
+            ref, scale = scaled[1], scale * scaled[0]
         elif (contracted := contraction(ref)) is not None:
             left, right, k = contracted
             return (left, scale, [*bound, k]) if peel(left) == peel(right) else None

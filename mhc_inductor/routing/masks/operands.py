@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mhc_inductor.routing.graph.expressions import Ref, aten, contraction, operands, peel, reduction, step, summed
+from mhc_inductor.routing.graph.gates import by_number
 from mhc_inductor.routing.graph.index import Size, Var
 from mhc_inductor.routing.graph.values import Value, behind
 from mhc_inductor.routing.masks.elements import MULTIPLY, SHOWN, behind_ops
@@ -105,21 +106,6 @@ class Scaled:
     def narrowest(self) -> torch.dtype:
         """Returns the narrowest dtype on the way."""
         return min((v.dtype for v in self.met), key=lambda d: (torch.finfo(d).bits, torch.finfo(d).max))
-
-
-def by_number(ref: Ref) -> tuple[float, Ref] | None:
-    """Returns (factor, element) of an element that is multiplied or divided by a number, or negated; else None."""
-    value = ref.value
-    if value.func is aten.neg.default:
-        return -1.0, Ref(value.args[0], ref.index)
-    if value.func not in (*MULTIPLY, *DIVIDE) or value.kwargs:
-        return None
-    a, b = operands(ref)
-    if value.func in MULTIPLY and isinstance(a, float):
-        a, b = b, a
-    if not isinstance(a, Ref) or not isinstance(b, float):
-        return None
-    return b if value.func in MULTIPLY else 1.0 / b if b else math.inf, a
 
 
 @dataclasses.dataclass(frozen=True)

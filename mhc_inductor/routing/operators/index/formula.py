@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, contraction, operands, reduction
-from mhc_inductor.routing.graph.gates import limits
+from mhc_inductor.routing.graph.gates import by_number, limits
 from mhc_inductor.routing.graph.index import ONE, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import ADD, MULTIPLY, SUB, constant_of, filling, inner
-from mhc_inductor.routing.masks.operands import DIVIDE, by_number, dot, has_product, keeps_16_bits, nearest
+from mhc_inductor.routing.masks.operands import DIVIDE, dot, has_product, keeps_16_bits, nearest
 
 EXPECTED = "expected sum over heads of w * relu(scale * q @ k), masks, and topk"
 NEAR = {
