@@ -128,16 +128,18 @@ def sparse_mla_fwd(batch, tokens, length, heads, dim, tail, topk, stride, groups
 """
 
 
-@pytest.mark.parametrize("shape", [SHARED, DECODE], ids=lambda s: s.name)
-def test_tilelangs_example_gets_what_it_expects(
-    shape: Shape, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("peer", "shape"), [(cases.TILELANG, SHARED), (cases.TILELANG, DECODE), (cases.GATHER, SHARED)], ids=str
+)
+def test_tilelangs_example_and_torch_compile_compute_the_formula(
+    peer: str, shape: Shape, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "example.py").write_text(EXAMPLE)
     monkeypatch.setenv(lists_peers.EXAMPLE, str(tmp_path / "example.py"))
     lists_peers._example.cache_clear()
     torch.manual_seed(0)
     case = cases.make_case(shape, CPU, dtype=torch.float32)
-    got = lists_peers.make(cases.TILELANG, case, "fwd")[0]()
+    got = lists_peers.make(peer, case, "fwd")[0]()
     assert relative(got["o"], case.forward()["o"]) < 1e-5
     lists_peers._example.cache_clear()
 
@@ -165,13 +167,6 @@ def test_a_first_call_that_does_not_end_costs_a_row(monkeypatch: pytest.MonkeyPa
         lists_peers.first_call(cases.ATTN_GYM, case, "fb")
     with pytest.raises(RuntimeError, match="its first call failed: "):
         lists_peers.first_call("no package", case, "fwd")
-
-
-def test_torch_compile_takes_the_formula() -> None:
-    torch.manual_seed(0)
-    case = cases.make_case(SHARED, CPU, dtype=torch.float32)
-    got = lists_peers.make(cases.GATHER, case, "fwd")[0]()
-    assert relative(got["o"], case.forward()["o"]) < 1e-5
 
 
 # ---- a run
@@ -220,20 +215,6 @@ def test_a_very_long_call_of_a_peer_is_timed_once(tmp_path: pathlib.Path, monkey
     peers = [r for r in found["peers"] if r["variant"] != "ops"]
     assert all(r["rounds"] == 1 and r["captured"] is False and r["finite"] for r in peers) and len(peers) == 8
     assert "called, not replayed" in lists.table(found)
-
-
-def test_a_cut_run_leaves_what_it_measured(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(lists.Run, "errors", cut)
-    path = tmp_path / "lists.json"
-    with pytest.raises(KeyboardInterrupt):
-        run(path, shapes=("A", "decode"))
-    found = json.loads(path.read_text())
-    assert not found["complete"] and len(found["rows"]) == 3
-    assert "this run did not come to its end" in lists.table(found)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 OOM = (
@@ -306,14 +287,17 @@ def cut_after(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
     monkeypatch.setattr(lists.Run, "time", time)
 
 
-def test_a_cut_run_is_gone_on_with(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_run_leaves_what_it_measured_and_is_gone_on_with(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lists_peers, "compiled", uncompiled)
     parts, path = {"parts": ("speed", "peers"), "shapes": ("A", "decode")}, tmp_path / "lists.json"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         cut_after(patch, 2 + 5 + 3)
         run(path, **parts)
     cut = json.loads(path.read_text())
-    assert len(cut["peers"]) == 5 + 3 and not cut["complete"]
+    assert len(cut["rows"]) == 3 and len(cut["peers"]) == 5 + 3 and not cut["complete"]
+    assert "this run did not come to its end" in lists.table(cut) and list(tmp_path.iterdir()) == [path]
     found = run(path, **parts, earlier=cut)
     assert found["complete"] and found["resumed"] == [cut["date"]]
     assert found["rows"] == cut["rows"], "a part that was done is kept"
