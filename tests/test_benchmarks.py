@@ -462,20 +462,17 @@ def test_what_a_run_of_index_holds() -> None:
 
 
 def test_wrong_results_miss_their_bars(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scores, chosen = index_cases.scores, index_cases.chosen
-    wrong: dict[str, Any] = {"scores": lambda case: scores(case) * 1.001, "chosen": lambda case: chosen(case) * 0}
-    for name, call in wrong.items():
+    scores, chosen, trained = index_cases.scores, index_cases.chosen, index_cases.trained
+    wrong: dict[str, Any] = {
+        "scores": (lambda case: scores(case) * 1.001, [False] * 2),
+        "chosen": (lambda case: chosen(case) * 0, [False] * 2),
+        "trained": (lambda args: (trained(args)[0] * 1.001, *trained(args)[1:]), [False, True]),
+    }
+    for name, (call, met) in wrong.items():
         with monkeypatch.context() as patch:
             patch.setattr(index_cases, name, call)
             found = toy_runs.run("index", tmp_path / "x.json", parts=("errors",))
-        assert not any(r["met"] for r in found["errors"])
-
-
-def test_a_wrong_loss_misses_its_bar(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = index_cases.trained
-    monkeypatch.setattr(index_cases, "trained", lambda args: (trained(args)[0] * 1.001, *trained(args)[1:]))
-    found = toy_runs.run("index", tmp_path / "x.json", parts=("errors",))
-    assert [r["met"] for r in found["errors"]] == [False, True]
+        assert [r["met"] for r in found["errors"]] == met
 
 
 def test_elements_that_a_call_leaves_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
