@@ -306,14 +306,21 @@ def test_sizes_are_those_of_the_op():
     assert pre.cost.times is None
 
 
-def test_what_cannot_be_told_of_an_op_changes_no_finding(monkeypatch):
-    def fail(_):
-        raise TypeError("no size\nhere")
+@pytest.mark.parametrize(
+    ("name", "error", "note"),
+    [
+        ("_cost", TypeError("no size\nhere"), "not known: TypeError: no size"),
+        ("_seconds", RuntimeError("no compiler\nhere"), "not measured: RuntimeError: no compiler"),
+    ],
+)
+def test_what_cannot_be_told_or_measured_of_an_op_says_why_and_changes_no_finding(monkeypatch, name, error, note):
+    def fail(*_):
+        raise error
 
-    monkeypatch.setattr(module, "_cost", fail)
+    monkeypatch.setattr(module, name, fail)
     report = explain(Plain().eval(), streams(), measure=True)
     assert ops(report) == ["mhc_post", "mhc_pre"] and not report.near_misses and not report.problems
-    assert {r.cost.note for r in report.routed} == {"not known: TypeError: no size"}
+    assert {r.cost.note for r in report.routed} == {note}
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -335,15 +342,6 @@ def test_formula_and_op_are_measured_on_request(grad, monkeypatch):
     for routed in report.routed:
         assert not routed.cost.note
         assert all(0 < t < 1 for t in routed.cost.times)
-
-
-def test_a_formula_that_cannot_be_measured_says_why(monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no compiler\nhere")
-
-    monkeypatch.setattr(module, "_seconds", fail)
-    report = explain(Plain().eval(), streams(), measure=True)
-    assert {r.cost.note for r in report.routed} == {"not measured: RuntimeError: no compiler"}
 
 
 def test_reports_add_up():

@@ -155,17 +155,11 @@ def test_low_precision(bias, steps, batch, state, dtype, form):
 
 
 @of_every_form
-@pytest.mark.parametrize("n", [1, 2, 130])
-def test_any_n(n, form):
-    inputs = make_inputs(3, 1, n, F32)
-    up = upstream(inputs)
-    check(FORMS[form](inputs, up, 8), inputs, up)
-
-
-@of_every_form
-@pytest.mark.parametrize("gates", [-10.0, -8.0, 8.0, 10.0])
-def test_fp32_with_saturated_gates(gates, form):
-    inputs = make_inputs(17, 2, 16, F32, bias="input", gates=gates)
+@pytest.mark.parametrize(
+    ("n", "gates"), [(1, 0.0), (2, 0.0), (130, 0.0), (16, -10.0), (16, -8.0), (16, 8.0), (16, 10.0)]
+)
+def test_fp32_of_any_n_and_with_saturated_gates(n, gates, form):
+    inputs = make_inputs(17, 2, n, F32, bias="input", gates=gates)
     up = upstream(inputs)
     check(FORMS[form](inputs, up, 8), inputs, up)
 
