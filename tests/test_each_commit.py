@@ -63,21 +63,27 @@ class _Item(types.SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def test_a_mark_keeps_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"a.py::some": (2, 3 * SECONDS), "a.py::every": (2, 1e3), "a.py::long": (2, 1e3)}
-    monkeypatch.setattr(each_commit, "recorded", lambda: times)
-    marks = {"some": (), "every": ("every_case",), "long": (), "new": ()}
+def _left(marks: dict[str, tuple[tuple[str, ...], ...]]) -> list[str]:
+    """Returns the cases that are left out, of functions whose cases have these marks."""
     items = [
         _Item(
-            nodeid=f"a.py::{name}[{k}]",
-            name=f"{name}[{k}]",
+            nodeid=f"tests/a.py::{n}[{k}]",
+            name=f"{n}[{k}]",
             marks=own,
             callspec=types.SimpleNamespace(indices={"k": k}),
         )
-        for name, own in marks.items()
-        for k in range(2)
+        for n, cases in marks.items()
+        for k, own in enumerate(cases)
     ]
-    left = [item.name for item in each_commit.left_out(items)]  # type: ignore[arg-type]
+    return [item.name for item in each_commit.left_out(items)]  # type: ignore[arg-type]
+
+
+def test_a_mark_keeps_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"some": (2, 3 * SECONDS), "every": (2, 1e3), "long": (2, 1e3)}
+    times = {f"tests/a.py::{name}": time for name, time in times.items()}
+    monkeypatch.setattr(each_commit, "recorded", lambda: times)
+    marks = {"some": (), "every": ("every_case",), "long": (), "new": ()}
+    left = _left({name: (own, own) for name, own in marks.items()})
     assert len(left) == 3 and left[0].startswith("some") and left[1:] == ["long[0]", "long[1]"]
 
 
@@ -129,15 +135,5 @@ def test_a_law_keeps_a_case_unless_one_is_marked(monkeypatch: pytest.MonkeyPatch
     names = ("law", "other", "marked")
     monkeypatch.setattr(each_commit, "LAWS", {"one": ("a.py::law", "a.py::marked")})
     monkeypatch.setattr(each_commit, "recorded", lambda: {f"tests/a.py::{name}": (2, 1e3) for name in names})
-    items = [
-        _Item(
-            nodeid=f"tests/a.py::{n}[{k}]",
-            name=f"{n}[{k}]",
-            marks=("every_case",) * (n == "marked" and k == 0),
-            callspec=types.SimpleNamespace(indices={"k": k}),
-        )
-        for n in names
-        for k in range(2)
-    ]
-    left = [item.name for item in each_commit.left_out(items)]  # type: ignore[arg-type]
+    left = _left({"law": ((), ()), "other": ((), ()), "marked": (("every_case",), ())})
     assert len(left) == 4 and left[1:] == ["other[0]", "other[1]", "marked[1]"]
