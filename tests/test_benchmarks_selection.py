@@ -134,7 +134,16 @@ def test_the_op_and_dense_attention_are_the_formula_in_a_sample_and_whole(name: 
     assert dense.keys() == want.keys() and _close(dense, want, 2e-6)
 
 
+def _whole() -> cases.Case:
+    """Returns a case in which each query has all keys before it."""
+    case = _ranges(TINY)()
+    whole = cases.positions(TINY, CPU)[:, None] + torch.tensor([-(2**20), 1])
+    case.ranges = whole[None, :, None, None].expand(1, -1, TINY.groups, 1, 2)
+    return case
+
+
 PEERS: dict[str, tuple[Made, Callable[..., Any]]] = {
+    "dense, grouped": (_whole, selection_peers.dense),
     "masked": (_ranges(TINY, select="rand"), selection_peers.masked),
     "gather": (_ranges(SINGLE, select="rand"), selection_peers.gather),
     **{
@@ -153,24 +162,12 @@ def test_peers_compute_the_same(peer: str, monkeypatch: pytest.MonkeyPatch) -> N
     made, call = PEERS[peer]
     case = made()
     want = case.both(case.leaves())
-    forward, both = (call(case, what)[0]() for what in ("fwd", "fb"))
+    (forward, how), (both, _) = ((made(), how) for made, how in (call(case, what) for what in ("fwd", "fb")))
+    assert how == "grouped" or call is not selection_peers.dense
     assert forward.keys() == {"o"} and both.keys() == want.keys()
     for name, t in (*forward.items(), *both.items()):
         t = t if t.shape == want[name].shape else t.transpose(1, 2).reshape(want[name].shape)
         assert relative(t, want[name]) < 1e-5, name
-
-
-def test_dense_attention_is_causal_over_all_keys() -> None:
-    torch.manual_seed(0)
-    case = cases.make_case(TINY, "corr", CPU, dtype=torch.float32)
-    whole = cases.positions(TINY, CPU)[:, None] + torch.tensor([-(2**20), 1])
-    case.ranges = whole[None, :, None, None].expand(1, -1, TINY.groups, 1, 2)
-    call, how = selection_peers.dense(case, "fb")
-    want = case.both(case.leaves())
-    for name, t in call().items():
-        t = t if t.shape == want[name].shape else t.transpose(1, 2).reshape(want[name].shape)
-        assert relative(t, want[name]) < 1e-5, name
-    assert how == "grouped"
 
 
 def test_fla_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
