@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import compile_fx
 
 import mhc_inductor
 from mhc_inductor.routing.graph import known_calls
@@ -279,32 +280,25 @@ def test_disable_takes_everything_back() -> None:
     assert "good" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
 
 
-def test_thresholds_saved_and_restored_by_others_during_a_compile(quick: None) -> None:
+def test_thresholds_saved_and_restored_by_others_during_a_compile(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves the collector's thresholds while a graph compiles, as a library may do to restore them later.
 
     They must be those during a compile by torch alone, which raises one of them (torch 2.15) or none.
     """
     before, saved = gc.get_threshold(), []
+    whole = compile_fx.compile_fx
 
-    def program(p: Leaves) -> Any:
-        return block(p["x"], p)
-
-    import torch._inductor.compile_fx as module
-
-    whole = module.compile_fx
-
-    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         saved.append(gc.get_threshold())
         return whole(*args, **kwargs)
 
-    module.compile_fx = compile_fx
+    monkeypatch.setattr(compile_fx, "compile_fx", watched)
     try:
         torch.compile(lambda x: x.sin() * 2, backend="inductor")(torch.randn(4))
         (plain,) = set(saved)
         saved.clear()
-        _grads(torch.compile(program, backend="mhc_inductor"), mhc_leaves())
+        _grads(torch.compile(lambda p: block(p["x"], p), backend="mhc_inductor"), mhc_leaves())
     finally:
-        module.compile_fx = whole
         gc.set_threshold(*before)
     assert saved and set(saved) == {plain}
 

@@ -158,12 +158,6 @@ def test_the_functions_scales_are_the_roots_of_the_widths():
     assert torch.equal(index_loss(*args[:6]), want)
 
 
-def test_the_function_of_no_query_with_keys_is_0():
-    args = list(make())
-    args[3] = torch.full_like(args[3], -1)
-    assert index_loss(*args[:6]) == 0
-
-
 @pytest.mark.parametrize("name", ["scale", "attention_scale"])
 def test_the_function_gives_its_scales_defaults_to_tensors_without_a_width(name):
     args = named(make()) | {name: None, "q": torch.zeros(()), "attention_q": torch.zeros(())}
