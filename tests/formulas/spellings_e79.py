@@ -17,30 +17,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Part = Callable[..., Any]
-AXES: dict[str, dict[str, Part]] = {}
-"""Maps each axis to its picks, by name; the first pick of an axis is the plainest."""
+
+
+class Axes(dict[str, dict[str, Part]]):
+    """Maps each axis to its picks, by name; the first pick of an axis is the plainest."""
+
+    def pick(self, axis: str) -> Callable[[Part], Part]:
+        """Registers a function as a pick of ``axis``."""
+
+        def register(fn: Part) -> Part:
+            self.setdefault(axis, {})[fn.__name__.removeprefix("_").removeprefix(f"{axis}_")] = fn
+            return fn
+
+        return register
+
+    def picks(self, axis: str, **parts: Part) -> None:
+        """Registers short functions as picks of ``axis``."""
+        self.setdefault(axis, {}).update(parts)
+
+
+AXES = Axes()
+pick, picks = AXES.pick, AXES.picks
 MUTATIONS: dict[str, tuple[str, Part]] = {}
 """Maps each mutation to its axis and the callable that replaces the pick."""
-
-
-def pick(axis: str) -> Callable[[Part], Part]:
-    """Registers a function as a pick of ``axis``."""
-
-    def register(fn: Part) -> Part:
-        AXES.setdefault(axis, {})[fn.__name__.removeprefix("_").removeprefix(f"{axis}_")] = fn
-        return fn
-
-    return register
 
 
 # --- a matrix times a vector, and its transpose -------------------------------------------------------------
 
 
-def _picks(axis: str, **parts: Part) -> None:
-    AXES.setdefault(axis, {}).update(parts)
-
-
-_picks(
+picks(
     "rows",
     einsum=lambda a, u: torch.einsum("bij,bj->bi", a, u),
     einsum_vector_first=lambda a, u: torch.einsum("bj,bij->bi", u, a),
@@ -52,7 +57,7 @@ _picks(
     sum_mul=lambda a, u: torch.sum(u[:, None, :] * a, dim=2),
     keepdim=lambda a, u: (a * u.unsqueeze(-2)).sum(dim=-1, keepdim=True).squeeze(-1),
 )
-_picks(
+picks(
     "columns",
     einsum=lambda a, u: torch.einsum("bji,bj->bi", a, u),
     einsum_other=lambda a, u: torch.einsum("bij,bi->bj", a, u),
@@ -62,7 +67,7 @@ _picks(
     row_vector=lambda a, u: torch.bmm(u.unsqueeze(1), a).squeeze(1),
     mul_sum=lambda a, u: (a * u.unsqueeze(-1)).sum(1),
 )
-_picks(
+picks(
     "outer",
     einsum=lambda a, b: torch.einsum("bi,bj->bij", a, b),
     unsqueezed=lambda a, b: a.unsqueeze(-1) * b.unsqueeze(1),
@@ -70,7 +75,7 @@ _picks(
     bmm=lambda a, b: torch.bmm(a.unsqueeze(2), b.unsqueeze(1)),
     matmul=lambda a, b: a.unsqueeze(-1) @ b.unsqueeze(-2),
 )
-_picks(
+picks(
     "update",
     plain=lambda p, r, a, c, d, u: r.unsqueeze(-1) * a * c.unsqueeze(1) + p.outer(d, u),
     bracketed=lambda p, r, a, c, d, u: (r.unsqueeze(-1) * a * c.unsqueeze(-2)) + p.outer(d, u),
@@ -96,7 +101,7 @@ def _update_in_place(p: Any, r: Tensor, a: Tensor, c: Tensor, d: Tensor, u: Tens
 
 # --- vectors ------------------------------------------------------------------------------------------------
 
-_picks(
+picks(
     "norm",
     method=lambda k: k / (k.norm(dim=-1, keepdim=True) + 1e-6),
     vector_norm=lambda k: k / (torch.linalg.vector_norm(k, dim=-1, keepdim=True) + 1e-6),
@@ -111,7 +116,7 @@ _picks(
     one_over=lambda k: k * (1.0 / (k.norm(dim=-1, keepdim=True) + 1e-6)),
     added=lambda k: torch.div(k, torch.add(k.norm(dim=-1, keepdim=True), 1e-6)),
 )
-_picks(
+picks(
     "sigmoid",
     torch=torch.sigmoid,
     method=lambda z: z.sigmoid(),
@@ -119,20 +124,20 @@ _picks(
     expit=torch.special.expit,
     exp=lambda z: 1.0 / (1.0 + torch.exp(-z)),
 )
-_picks(
+picks(
     "bias",
     after=lambda z, b: z if b is None else z + b,
     before=lambda z, b: z if b is None else b + z,
     torch_add=lambda z, b: z if b is None else torch.add(z, b),
 )
-_picks(
+picks(
     "delta",
     sub=lambda v, s: v - s,
     plus_negative=lambda v, s: v + (-s),
     reversed=lambda v, s: -(s - v),
     torch_sub=lambda v, s: torch.sub(v, s),
 )
-_picks(
+picks(
     "output",
     silu=lambda y: y * F.silu(y),
     silu_first=lambda y: F.silu(y) * y,
@@ -176,7 +181,7 @@ def _flat_rows(a: Tensor) -> list[tuple[Tensor, ...]]:
     return _steps([u.reshape(steps, batch, width // 4) for u in parts], steps)
 
 
-_picks(
+picks(
     "slices",
     chunk=lambda a: _steps(a.chunk(4, dim=-1), a.shape[0]),
     split=lambda a: list(zip(*[u.unbind(0) for u in torch.split(a, a.shape[-1] // 4, dim=-1)], strict=True)),
@@ -192,9 +197,9 @@ _picks(
     # Each step's vectors are tensors computed on their own, not slices of one tensor.
     computed=lambda a: [tuple([u.tanh() for u in a[t].chunk(4, -1)]) for t in range(a.shape[0])],
 )
-_picks("normed", inside=lambda: False, before=lambda: True)
+picks("normed", inside=lambda: False, before=lambda: True)
 
-_picks(
+picks(
     "gather",
     stack=lambda outs: torch.stack(outs),
     stack_dim=lambda outs: torch.stack(outs, dim=0),
@@ -226,7 +231,7 @@ def _gather_buffer_batch_first(outs: list[Tensor]) -> Tensor:
     return buffer
 
 
-_picks(
+picks(
     "start",
     zeros=lambda a, b, n: (
         torch.zeros(b, n, n, device=a.device, dtype=a.dtype),

@@ -13,33 +13,20 @@ import dataclasses
 import math
 import operator
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Part = Callable[..., Any]
-AXES: dict[str, dict[str, Part]] = {}
-"""Maps each axis to its picks, by name; the first pick of an axis is the plainest."""
+from tests.formulas.spellings_e79 import Axes, Part
+
+AXES = Axes()
+pick, picks = AXES.pick, AXES.picks
 MUTATIONS: dict[str, tuple[str, Part]] = {}
 """Maps each mutation to its axis and the callable that replaces the pick."""
 INF = float("inf")
-
-
-def pick(axis: str) -> Callable[[Part], Part]:
-    """Registers a function as a pick of ``axis``."""
-
-    def register(fn: Part) -> Part:
-        AXES.setdefault(axis, {})[fn.__name__.removeprefix("_").removeprefix(f"{axis}_")] = fn
-        return fn
-
-    return register
-
-
-def _picks(axis: str, **parts: Part) -> None:
-    AXES.setdefault(axis, {}).update(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +197,7 @@ def _changes(c: Call, x: Tensor, change: Tensor, ends: Part = operator.neg, late
     return change.scatter_add(-1, start + late if late else start, one).scatter_add(-1, end, ends(one))
 
 
-_picks(
+picks(
     "ranges",
     any=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).any(-2),
     flipped=lambda c, x: ((x[..., :1] <= c.t) & (x[..., 1:] > c.t)).any(dim=3),
@@ -240,7 +227,7 @@ def _ranges_first(c: Call, x: Tensor) -> Tensor:
     return ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:])).any(0)
 
 
-_picks("ranges", **{"or": lambda c, x: _each(c, x, _empty(c), operator.or_)})
+picks("ranges", **{"or": lambda c, x: _each(c, x, _empty(c), operator.or_)})
 
 
 @pick("ranges")
@@ -260,7 +247,7 @@ def _ranges_logical_or(c: Call, x: Tensor) -> Tensor:
     return mask
 
 
-_picks(
+picks(
     "ranges",
     counted=lambda c, x: _each(c, x, _empty(c, None, torch.float32), lambda m, one: m + one.float()) > 0,
     filled=lambda c, x: _each(c, x, _empty(c), lambda m, one: m.masked_fill(one, True)),
@@ -313,7 +300,7 @@ def _slot(c: Call, x: Tensor) -> Tensor:
     return torch.where(x < 0, c.blocks, x)
 
 
-_picks(
+picks(
     "blocks",
     one_hot=lambda c, x: F.one_hot(_slot(c, x), c.blocks + 1)[..., :-1].any(-2),
     one_hot_sum=lambda c, x: F.one_hot(_slot(c, x), c.blocks + 1).sum(-2)[..., : c.blocks] > 0,
@@ -388,7 +375,7 @@ def _blocks_loop_over_keys(c: Call, x: Tensor) -> Tensor:
     return mask
 
 
-_picks(
+picks(
     "keys",
     repeat_interleave=lambda c, m: m.repeat_interleave(c.size, dim=-1)[..., : c.T],
     repeat_interleave_function=lambda c, m: torch.repeat_interleave(m, c.size, -1)[:, :, :, : c.T],
@@ -406,7 +393,7 @@ _picks(
 
 # --- single keys -------------------------------------------------------------------------------------------
 
-_picks(
+picks(
     "tokens",
     scatter=lambda c, x: _empty(c).scatter(-1, x, True),
     one_hot=lambda c, x: F.one_hot(x, c.T).any(-2),
@@ -427,7 +414,7 @@ def _all_heads(c: Call, m: Tensor) -> Tensor:
     return m.unsqueeze(2).expand(-1, -1, c.G, -1)
 
 
-_picks(
+picks(
     "lists",
     scatter=lambda c, x: _all_heads(
         c, torch.zeros(c.B, c.S, c.T + 1, dtype=torch.bool).scatter(-1, _past(c, x), True)[..., : c.T]
@@ -447,7 +434,7 @@ _picks(
 
 # --- causality, on [B, S, G, T] -----------------------------------------------------------------------------
 
-_picks(
+picks(
     "causal",
     none=lambda c, m: m,
     compared=lambda c, m: m & (c.t <= c.positions[:, None])[:, None],
@@ -470,7 +457,7 @@ def _same_segment(c: Call, m: Tensor, segments: Tensor) -> Tensor:
     return m & (segments[:, c.T - c.S :, None] == segments[:, None])[:, :, None]
 
 
-_picks(
+picks(
     "segments",
     none=lambda c, m, x: m,
     ids=_same_segment,
@@ -480,7 +467,7 @@ _picks(
 
 # --- a mask [B, S, G, T] for all heads [B, H, S, T] ----------------------------------------------------------
 
-_picks(
+picks(
     "heads",
     repeat_interleave=lambda c, m: m.permute(0, 2, 1, 3).repeat_interleave(c.h, dim=1),
     expand=lambda c, m: m.transpose(1, 2)[:, :, None].expand(-1, -1, c.h, -1, -1).reshape(c.B, c.G * c.h, c.S, c.T),
@@ -492,7 +479,7 @@ _picks(
 
 # --- K or V [B, T, G, D] for all heads [B, H, T, D] ---------------------------------------------------------
 
-_picks(
+picks(
     "spread",
     repeat_interleave=lambda c, k: k.transpose(1, 2).repeat_interleave(c.h, dim=1),
     before=lambda c, k: k.repeat_interleave(c.h, 2).transpose(1, 2),
@@ -503,7 +490,7 @@ _picks(
 
 # --- scores -> weights: where (mask, scores) -----------------------------------------------------------------
 
-_picks(
+picks(
     "masked",
     fill=lambda c, s, m: s.masked_fill(~m, -INF),
     fill_not=lambda c, s, m: s.masked_fill(torch.logical_not(m), float("-inf")),
@@ -538,7 +525,7 @@ def _masked_added_in_place(c: Call, s: Tensor, m: Tensor) -> Tensor:
     return s
 
 
-_picks(
+picks(
     "softmax",
     plain=lambda c, s, v: torch.softmax(s, dim=-1).to(v.dtype),
     function=lambda c, s, v: F.softmax(s, -1).to(v.dtype),
@@ -558,7 +545,7 @@ def _divided(e: Tensor, total: Tensor, v: Tensor) -> Tensor:
     return (e / total).to(v.dtype)
 
 
-_picks(
+picks(
     "sink",
     none=lambda c, s, b, v: c.softmax(s, v),
     last=lambda c, s, b, v: c.softmax(torch.cat([s, b], -1), v)[..., :-1],
@@ -568,7 +555,7 @@ _picks(
     )[..., : c.T],
 )
 
-_picks(
+picks(
     "scale",
     after=lambda c, q, k, dot: dot(q, k) * q.shape[-1] ** -0.5,
     root=lambda c, q, k, dot: dot(q, k) / math.sqrt(q.shape[-1]),
@@ -591,7 +578,7 @@ def _sdpa(c: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, **options).transpose(1, 2)
 
 
-_picks("form", sdpa=lambda c, q, k, v, m: _sdpa(c, q, k, v, c.heads(m)))
+picks("form", sdpa=lambda c, q, k, v, m: _sdpa(c, q, k, v, c.heads(m)))
 
 
 @pick("form")
@@ -607,7 +594,7 @@ def _form_sdpa_gqa(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tenso
     return F.scaled_dot_product_attention(q, k, v, attn_mask=c.heads(m), enable_gqa=True).transpose(1, 2)
 
 
-_picks(
+picks(
     "form",
     sdpa_float=lambda c, q, k, v, m: _sdpa(
         c, q, k, v, c.heads(torch.zeros(m.shape, dtype=q.dtype).masked_fill(m.logical_not(), -INF))
@@ -625,7 +612,7 @@ def _form_sdpa_groups(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Te
     return o.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-_picks(
+picks(
     "form",
     sdpa_mask_read_again=lambda c, q, k, v, m: (
         _sdpa(c, q, k, v, c.heads(m)) * m.sum(-1, keepdim=True).sum(2, keepdim=True)
@@ -703,7 +690,7 @@ def _form_multiplied(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Ten
     return (p.unsqueeze(-1) * v.unsqueeze(2)).sum(3).transpose(1, 2)
 
 
-_picks(
+picks(
     "out", plain=lambda o: o, flat=lambda o: o.reshape(o.shape[0], o.shape[1], -1), used=lambda o: torch.tanh(o) + 1.0
 )
 
