@@ -290,14 +290,11 @@ def test_modules_are_those_of_the_model():
     assert all(f.modules for f in explain(Plain(dim=-2).eval(), streams()).near_misses)
 
 
-def test_details_are_printed_on_request(capsys):
+def test_details_are_printed_on_request_and_sizes_are_those_of_the_op(capsys):
     report = explain(Plain().eval(), streams(), details=True)
     said = capsys.readouterr().out
     assert said.startswith(report.table()) and said.rstrip().endswith(str(report)) and said.count("detail: n = 4") == 1
-
-
-def test_sizes_are_those_of_the_op():
-    (pre,) = (r for r in explain(Plain().eval(), streams()).routed if r.op == "mhc_pre")
+    (pre,) = (r for r in report.routed if r.op == "mhc_pre")
     tokens, m = 10, N * N + 2 * N
     results = tokens * (D + N + N * N + N + m + 1)
     assert pre.cost.bytes == 4 * (tokens * N * D + m * N * D + 3 + m + results)

@@ -159,8 +159,8 @@ def test_utilization_is_of_the_peak() -> None:
 
 
 @pytest.mark.parametrize("way", ["backend", "enable"])
-def test_compiled_formulas_call_their_ops_with_the_option(way: str) -> None:
-    """Forward and backward, on a CPU too, where a compile would keep the formula as it is written."""
+def test_compiled_formulas_call_their_ops_with_the_option_in_scopes(way: str) -> None:
+    """Forward and backward, counted and in scopes, on a CPU too, where a compile would keep the formula as it is written."""
     model, x = Block(), streams()
     want = trained(model, x)
     if way == "enable":
@@ -171,6 +171,9 @@ def test_compiled_formulas_call_their_ops_with_the_option(way: str) -> None:
         torch.testing.assert_close(trained(compiled, x), want)
     assert [*counts.ops] == ["mhc_pre", "mhc_post", "mhc_post_backward", "mhc_pre_backward"]
     assert {one.calls for one in counts.ops.values()} == {1}
+    with op_scopes():
+        found = [name for name in events(lambda: trained(compiled, x)) if name[:4] == "mhc_" and "::" not in name]
+    assert [name.partition(" x ")[0].partition(" d")[0].partition(" g ")[0] for name in found] == [*counts.ops]
 
 
 def test_the_option_is_part_of_the_keys_of_caches() -> None:
@@ -250,23 +253,6 @@ def test_scopes_have_shapes_while_a_profiler_runs(monkeypatch: pytest.MonkeyPatc
         call()
     with op_scopes(), pytest.raises(TypeError):
         events(call)
-
-
-def test_backward_ops_of_compiled_code_have_scopes_too() -> None:
-    model, x = Block(), streams()
-    compiled = torch.compile(model, backend="mhc_inductor", options=CALLED)
-    trained(compiled, x)
-    with op_scopes():
-        found = events(lambda: trained(compiled, x))
-    ours = [
-        name.partition(" x ")[0].partition(" d")[0].partition(" g ")[0] for name in found if name.startswith("mhc_")
-    ]
-    assert [name for name in ours if "::" not in name] == [
-        "mhc_pre",
-        "mhc_post",
-        "mhc_post_backward",
-        "mhc_pre_backward",
-    ]
 
 
 def test_nvtx_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

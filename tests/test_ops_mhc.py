@@ -188,14 +188,11 @@ def scrambled(**kwargs):
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"gamma": True, "transpose_res": True}], ids=str)
-def test_the_module_computes_the_specification(kwargs):
-    model, x = scrambled(**kwargs), torch.randn(5, 4, 16, dtype=F64)
-    assert relative(model(x), plain(model, x)) < 1e-12
-
-
-def test_gradients_reach_every_parameter():
-    model, x = scrambled(gamma=True), torch.randn(5, 4, 16, dtype=F64, requires_grad=True)
-    model(x).square().sum().backward()
+def test_the_module_computes_the_specification_and_gradients_reach_every_parameter(kwargs):
+    model, x = scrambled(**kwargs), torch.randn(5, 4, 16, dtype=F64, requires_grad=True)
+    out = model(x)
+    assert relative(out, plain(model, x)) < 1e-12
+    out.square().sum().backward()
     for name, p in [*model.named_parameters(), ("x", x)]:
         assert p.grad is not None and float(p.grad.norm()) > 0, name
 
