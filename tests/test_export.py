@@ -19,6 +19,7 @@ from torch.export import Dim, ExportedProgram
 
 import mhc_inductor
 from mhc_inductor import explain, route_exported
+from mhc_inductor.ops.checks import public
 from tests.formulas.reference_models_e79 import Layer
 from tests.formulas.reference_models_mhc import _balanced, deepseek, liger, parameters
 from tests.formulas.reference_models_selection import DeepseekSparse, Indexer, window_and_blocks
@@ -325,18 +326,6 @@ class Balanced(nn.Module):
         return mhc_inductor.mhc_sinkhorn(scores, 3)
 
 
-def test_a_trace_names_the_way_out() -> None:
-    balanced = Balanced().forward
-    scores = randn(3, 4, 4)
-    with pytest.raises(
-        RuntimeError, match=r"cannot hold mhc_sinkhorn.*run_decompositions\(mhc_inductor.decompositions"
-    ):
-        torch.jit.trace(Balanced(), (scores,))
-    program = torch.export.export(Balanced(), (scores,)).run_decompositions(mhc_inductor.decompositions())
-    traced = torch.jit.trace(program.module(check_guards=False), (scores,))
-    assert torch.allclose(traced(scores * 2), balanced(scores * 2))
-
-
 P24 = randn(24, 128), torch.ones(3), torch.zeros(24)
 QK, AT = (randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64)), torch.tensor([1, 4]).expand(2, 6, 1, 2)
 STREAMS = randn(2, 3, 4, 32)
@@ -348,6 +337,7 @@ TRACED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
         (STREAMS, randn(2, 3, 32), randn(2, 3, 4), randn(2, 3, 4, 4)),
         "",
     ),
+    "mhc_sinkhorn": (lambda scores: mhc_inductor.mhc_sinkhorn(scores, 3), (randn(3, 4, 4),), ""),
     "selection_attention": (lambda q, k, at: attention(q, k, k, at), (*QK, AT[..., None, :].expand(2, 6, 1, 2, 2)), ""),
     "selection_list_attention": (lambda q, k, at: attention(q, k, k, indices=at), (*QK, AT), ""),
     "selection_entry_attention": (
@@ -375,7 +365,9 @@ def test_a_trace_of_the_ops_and_of_their_formulas(op: str) -> None:
         def forward(self, *args: Tensor) -> Any:
             return fn(*args)
 
-    with pytest.raises(RuntimeError, match=r"cannot hold \w+\. .*run_decompositions\(mhc_inductor.decompositions"):
+    with pytest.raises(
+        RuntimeError, match=rf"cannot hold {public(op)}\. .*run_decompositions\(mhc_inductor.decompositions"
+    ):
         torch.jit.trace(Calls(), args)
     program = torch.export.export(Calls(), args)
     assert f"mhc_inductor::{op}" in str(torch.jit.trace(program.module(), args).inlined_graph)
@@ -386,7 +378,8 @@ def test_a_trace_of_the_ops_and_of_their_formulas(op: str) -> None:
         return
     traced = torch.jit.trace(plain, args)
     assert "mhc_inductor" not in str(traced.inlined_graph)
-    torch.testing.assert_close(traced(*args), fn(*args))
+    for given in (args, [t.flip(0) for t in args]):
+        torch.testing.assert_close(traced(*given), fn(*given))
 
 
 def test_a_traced_program_keeps_the_op_and_needs_the_package(tmp_path: pathlib.Path) -> None:
