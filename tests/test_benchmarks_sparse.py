@@ -56,7 +56,7 @@ def test_the_cases_and_bars_of_the_survey():
     assert len({c.name for c in targets.CASES}) == len(targets.CASES)
 
 
-def test_deepseek_v32_has_the_surveyed_sizes():
+def test_deepseek_v32_has_the_surveyed_sizes_and_the_published_widths():
     config = sparse_cases.v32_config(32768, toy=False)
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 2048, 32)
     assert (config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim) == (
@@ -68,9 +68,6 @@ def test_deepseek_v32_has_the_surveyed_sizes():
     assert (config.index_n_heads, config.index_head_dim, config.index_topk) == (32, 128, 2048)
     size = sparse_cases.v4_size(targets.CASES[2], toy=False)
     assert (size.layers, size.batch, size.seq, size.dim) == (4, 1, 8192, 2048)
-
-
-def test_published_widths_of_deepseek_v32():
     config = sparse_cases.v32_published(32768)
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (1, 7168, 128)
     assert (config.q_lora_rank, config.kv_lora_rank, config.index_n_heads, config.index_topk) == (1536, 512, 64, 2048)
@@ -112,36 +109,26 @@ def test_a_row(model, part):
     assert "error_logits" not in saved[0], "times are saved before errors are measured"
 
 
-def test_errors_show_another_result(monkeypatch):
+@pytest.mark.parametrize("lost", [False, True])
+def test_another_result_has_errors_and_a_lost_gradient_is_one(lost, monkeypatch):
     process = sparse_models.Process(job(part=TRAINING))
-    wrong = process.step
+    process.call = lambda **kwargs: process.model(**kwargs)
+    right = process.step
 
     def step() -> Any:
-        logits = wrong()
-        if process.call is not process.model:
-            process.model.lm_head.weight.grad.mul_(2)
-        return logits + 1 if process.call is not process.model else logits
+        logits, weight = right(), process.model.lm_head.weight
+        if process.call is process.model:
+            return logits
+        weight.grad = None if lost else 2 * weight.grad
+        return logits + 1
 
-    process.call = lambda **kwargs: process.model(**kwargs)
     monkeypatch.setattr(process, "step", step)
-    row = process.errors()
-    assert row["error_logits"] > 0.1 and row["error_gradients"] > 0.1
-
-
-def test_a_lost_gradient_is_an_error(monkeypatch):
-    process = sparse_models.Process(job(part=TRAINING))
-    process.call = lambda **kwargs: process.model(**kwargs)
-    step = process.step
-
-    def losing() -> Any:
-        logits = step()
-        if process.call is not process.model:
-            process.model.lm_head.weight.grad = None
-        return logits
-
-    monkeypatch.setattr(process, "step", losing)
-    with pytest.raises(RuntimeError, match="lm_head"):
-        process.errors()
+    if lost:
+        with pytest.raises(RuntimeError, match="lm_head"):
+            process.errors()
+    else:
+        row = process.errors()
+        assert row["error_logits"] > 0.1 and row["error_gradients"] > 0.1
 
 
 def test_our_row_counts_what_was_routed():
@@ -315,19 +302,16 @@ def test_trivial_coefficients_depend_on_no_token_and_are_taken_back():
 # ---- one process
 
 
-@pytest.mark.parametrize("part", deepseek_v4.PARTS)
-def test_a_row_of_deepseek_v4(part):
-    row = deepseek_v4.measure(v4_job(part=part))
-    assert len(row["samples_ms"]) == 3 and min(row["samples_ms"]) <= row["median_ms"] <= max(row["samples_ms"])
-    assert 4.5 < row["loss"] < 7.0, "an untrained model: about ln 256 = 5.55"
-    assert "compile_s" not in row and "peak_gib" not in row
-    if part != "forward":
-        assert row["gradient_norm"] > 0
-        assert not any("hc" in name for name in row["parameters_without_gradient"])
-
-
-def test_checkpointing_changes_no_result():
-    plain, checkpointed = (deepseek_v4.measure(v4_job(part=p)) for p in ("training", "checkpointed"))
+def test_rows_of_deepseek_v4_and_checkpointing_changes_no_result():
+    rows = {part: deepseek_v4.measure(v4_job(part=part)) for part in deepseek_v4.PARTS}
+    for part, row in rows.items():
+        assert len(row["samples_ms"]) == 3 and min(row["samples_ms"]) <= row["median_ms"] <= max(row["samples_ms"])
+        assert 4.5 < row["loss"] < 7.0, "an untrained model: about ln 256 = 5.55"
+        assert "compile_s" not in row and "peak_gib" not in row
+        if part != "forward":
+            assert row["gradient_norm"] > 0
+            assert not any("hc" in name for name in row["parameters_without_gradient"])
+    plain, checkpointed = (rows[part] for part in ("training", "checkpointed"))
     assert checkpointed["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     assert checkpointed["gradient_norm"] == pytest.approx(plain["gradient_norm"], rel=1e-5)
 

@@ -68,13 +68,6 @@ def _case(name: str, keys: int) -> tuple[str, profit.Sides]:
     return profit.list_refusal(sizes, training), profit.list_sides(sizes, training)
 
 
-@pytest.mark.parametrize("name", FEWEST)
-def test_the_fewest_keys_from_which_on_the_op_is_chosen(name: str) -> None:
-    fewest = FEWEST[name][2]
-    assert _case(name, fewest - 1)[0].startswith("dense attention is faster: ")
-    assert not _case(name, fewest)[0] and not _case(name, 4 * fewest)[0]
-
-
 def test_what_no_kernel_takes_is_refused_whatever_it_costs() -> None:
     def refusal(**changes: Any) -> str:
         return profit.refusal(_sizes(**{"queries": 16384, "keys": 16384, "selected": 1024, **changes}))
@@ -86,10 +79,13 @@ def test_what_no_kernel_takes_is_refused_whatever_it_costs() -> None:
 
 
 @pytest.mark.parametrize("name", FEWEST)
-def test_the_words_are_those_of_the_decision(name: str) -> None:
+def test_the_fewest_keys_from_which_on_the_op_is_chosen_and_the_words_of_the_decision(name: str) -> None:
     """The side that is named first has the smaller figure, and is the one that is chosen."""
+    fewest = FEWEST[name][2]
+    assert _case(name, fewest - 1)[0].startswith("dense attention is faster: ")
+    assert not _case(name, fewest)[0] and not _case(name, 4 * fewest)[0]
     for times in (0.25, 0.9, 1, 1.1, 4):
-        refused, sides = _case(name, int(FEWEST[name][2] * times))
+        refused, sides = _case(name, int(fewest * times))
         words = sides.words()
         found = re.match(rf"(.+) (?:is|are) faster: ([\d.e+-]+) {sides.unit}, (.+?) ([\d.e+-]+) {sides.unit} \(", words)
         assert found is not None, words
