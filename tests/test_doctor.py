@@ -42,11 +42,19 @@ def test_torch_version(version: str) -> None:
     assert problem is None or version in problem
 
 
-def test_every_op_is_reported_on_every_device(report: doctor.Report) -> None:
+def test_the_report_has_every_op_on_every_device_and_nothing_that_is_untested_or_off(report: doctor.Report) -> None:
     assert set(report.ops) == set(report.devices)
     for of in report.ops.values():
         assert tuple(of) == eager.OPS
         assert all(of.values())
+    assert report.state['backend "mhc_inductor" registered'] == "yes"
+    assert "cannot" not in report.state["cache fingerprint"]
+    assert doctor._fingerprint() == report.state["cache fingerprint"]
+    assert versions.untested() == [] and report.state["kernels that cannot be loaded"] == "none"
+    text = doctor.plain(report)
+    for _, rows in doctor.tables(report):
+        for name, value in rows.items():
+            assert f"{name}: {value}" in text
 
 
 def test_kernels_and_the_reason_for_none_come_from_the_ops_own_rule() -> None:
@@ -63,12 +71,6 @@ def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert how.startswith("reference formula for bfloat16, float16, float32, float64: triton cannot be imported")
     assert doctor._versions()["triton"] == "missing: No module named 'triton'"
     assert any("triton is missing" in n for n in doctor._notes({"cuda:0": ""}))
-
-
-def test_backend_and_fingerprint(report: doctor.Report) -> None:
-    assert report.state['backend "mhc_inductor" registered'] == "yes"
-    assert "cannot" not in report.state["cache fingerprint"]
-    assert doctor._fingerprint() == report.state["cache fingerprint"]
 
 
 def test_enable_is_reported() -> None:
@@ -104,11 +106,6 @@ def test_exit_status_when_torch_is_too_old(monkeypatch: pytest.MonkeyPatch, caps
     assert "too old: at least 9.0 is needed" in out
 
 
-def test_no_version_in_use_here_is_untested_and_every_kernel_loads(report: doctor.Report) -> None:
-    assert versions.untested() == []
-    assert report.state["kernels that cannot be loaded"] == "none"
-
-
 def test_an_untested_version_is_tried_and_named_once() -> None:
     """In a process of its own: its torch and Triton claim to be newer than any tested."""
     code = (
@@ -136,13 +133,6 @@ def test_what_an_older_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_kernel_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mhc_inductor.kernels.mhc.gluon_few", None)
     assert [line.split(":")[0] for line in doctor.unloadable()] == ["mhc_inductor.kernels.mhc.gluon_few"]
-
-
-def test_plain_form_holds_every_fact(report: doctor.Report) -> None:
-    text = doctor.plain(report)
-    for _, rows in doctor.tables(report):
-        for name, value in rows.items():
-            assert f"{name}: {value}" in text
 
 
 def test_command_line() -> None:
