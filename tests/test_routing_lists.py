@@ -288,17 +288,18 @@ def test_a_mask_of_the_dtype_of_trained_keys_is_not_trained(made: str) -> None:
 
 
 def test_a_given_mask_that_is_negated_in_the_region() -> None:
-    """Checks a bool mask of hidden keys, and one of which the region reads a slice."""
+    """Checks a bool mask of hidden keys, of which the region reads a slice, next to what it is made of."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, indices: Tensor) -> Tensor:
-        return library(q, k, v, ~hidden[..., 1:] & scattered(indices, S), None)
+    def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, position: Tensor, indices: Tensor) -> Tensor:
+        return library(q, k, v, ~hidden[..., 1:] & scattered(indices, S), None) + position.sum()
 
     def fn(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Tensor:
-        hidden = ~(packed_window(position, kept) & kept.bool()[:, None, None, :])
+        hidden = ~(packed_window(position, kept) & kept[:, None, None, :])
         hidden = torch.cat([torch.ones(2, 1, S, 1, dtype=torch.bool), hidden], -1)
-        return checkpoint(attend, q, k, v, hidden, indices, use_reentrant=False)
+        return checkpoint(attend, q, k, v, hidden, position, indices, use_reentrant=False)
 
-    routed(fn, inputs(True))
+    *given, kept, indices = inputs(True)
+    routed(fn, (*given, kept.bool(), indices))
 
 
 def test_a_body_of_two_calls_is_not_bounded_by_the_mask_of_one() -> None:

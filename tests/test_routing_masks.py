@@ -436,11 +436,11 @@ def test_softmaxes_over_selected_keys_that_stay_have_a_reason(name: str) -> None
 def test_keys_put_together_in_place() -> None:
     """Assembles keys by ``new_empty`` and two slice copies, as models join a rotated part with the rest."""
 
-    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> tuple[Tensor, ...]:
         joined = k.new_empty(k.shape)
         joined[..., :4] = k[..., 4:]
         joined[..., 4:] = k[..., :4]
-        return _seeing(_inside)(q, joined, v, ranges)
+        return _seeing(_inside)(q, joined, v, ranges).unbind(1)
 
     got = _same(fn, _given())
     assert got.ops or got.report.near_misses
