@@ -48,11 +48,6 @@ def chosen(q: Tensor, k: Tensor, at: Tensor) -> Tensor:
     return torch.full((B, 1, q.shape[2], k.shape[2]), -INF, dtype=q.dtype).scatter(-1, at.unsqueeze(1), 0.0)
 
 
-def in_blocks(mask: Tensor) -> Tensor:
-    """Returns a mask's first columns, each for several keys; the last one for fewer."""
-    return mask[..., :2].repeat_interleave(2, -1).repeat_interleave(5, -1)[..., : mask.shape[-1]]
-
-
 def filled(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
     """The given mask filled where a key is not chosen: rows in which it hides all chosen keys depend on the others."""
     hidden = torch.ones(B, 1, q.shape[2], k.shape[2], dtype=torch.bool).scatter(-1, at.unsqueeze(1), False)
@@ -73,7 +68,9 @@ def segments(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Te
 LISTED: dict[str, Form] = {
     "scattered": lambda q, k, v, sink, mask, at: attend(q, k, v, mask + chosen(q, k, at)),
     "with_sink": lambda q, k, v, sink, mask, at: attend(q, k, v, chosen(q, k, at) + mask, sink),
-    "blocks": lambda q, k, v, sink, mask, at: attend(q, k, v, in_blocks(mask) + chosen(q, k, at)),
+    "blocks": lambda q, k, v, sink, mask, at: attend(
+        q, k, v, mask[..., :2].repeat_interleave(2, -1).repeat_interleave(5, -1)[..., :S] + chosen(q, k, at)
+    ),
     "filled": filled,
     "chosen_by_where": chosen_by_where,
 }

@@ -25,9 +25,7 @@ SPELLINGS: dict[str, Normed] = {
     "norm": lambda v: v * (1.0 / (v.norm(dim=-1, keepdim=True) / math.sqrt(K) + EPS)),
     "times K ** -0.5": lambda v: v / (torch.linalg.vector_norm(v, dim=-1, keepdim=True) * K**-0.5 + EPS),
     "sqrt of the mean": lambda v: v / (v.square().mean(-1, keepdim=True).sqrt() + EPS),
-    "sqrt of the sum": lambda v: (
-        v * torch.reciprocal(EPS + (torch.tensor(1 / K) * (v * v).sum(-1, keepdim=True)).sqrt())
-    ),
+    "sqrt of the sum": lambda v: v * torch.reciprocal(EPS + (torch.tensor(1 / K) * (v * v).sum(-1, True)).sqrt()),
     "power": lambda v: v * (v.pow(2).mean(-1, keepdim=True).pow(0.5) + EPS) ** -1,
     "einsum": lambda v: v / (torch.einsum("...k,...k->...", v, v).div(K).sqrt().unsqueeze(-1) + EPS),
     "eps before the division": lambda v: v * math.sqrt(K) / (v.norm(dim=-1, keepdim=True) + EPS * math.sqrt(K)),
