@@ -44,7 +44,11 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
                 continue
             env[inner] = graph.node_copy(inner, env.__getitem__)
             if inner.op == "get_attr":
-                env[inner].target = _adopted(gm, getattr(body, inner.target), inner.target)
+                name, held = str(inner.target), getattr(body, str(inner.target))
+                while getattr(gm, name, held) is not held:
+                    name += "_"
+                setattr(gm, name, held)
+                env[inner].target = name
         end = graph.call_function(leave, (start,) if left is None else left)
     for mark in (start, end):
         mark.meta.update({k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta})
@@ -55,10 +59,3 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
     graph.erase_node(node)
     if not holder.users:
         graph.erase_node(holder)
-
-
-def _adopted(gm: fx.GraphModule, held: object, name: str) -> str:
-    """Gives ``gm`` an attribute of a body, under a name of its own. Returns the name."""
-    free = next(n for n in (name, *(f"{name}_{i}" for i in range(1 << 30))) if getattr(gm, n, held) is held)
-    setattr(gm, free, held)
-    return free
