@@ -179,6 +179,29 @@ def test_regions_of_other_modes_stay_regions() -> None:
     same(through_a_file(routed), routed, args)
 
 
+class Branches(nn.Module):
+    """The iterations in a branch, which is under autocast, and in a region of a region."""
+
+    def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            chosen = logits.sum() > 0
+            mixed = torch.cond(chosen, lambda t: _balanced((t @ t).float()), lambda t: (t @ t).float() * 3, (logits,))
+        with torch.no_grad():
+            inner = logits * 2
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                inner = _balanced((inner @ inner).float())
+        return mixed, inner
+
+
+def test_branches_have_the_modes_of_their_call() -> None:
+    logits = randn(2, 3, 4, 4)
+    program = torch.export.export(Branches(), (logits,))
+    routed = route_exported(program)
+    assert ops_of(routed.graph_module) == Counter(mhc_sinkhorn=2)
+    for sign in (1, -1):
+        same(routed, program, (logits.abs() * sign,))
+
+
 class Writes(nn.Module):
     """Writes a mask, a buffer and its input in place."""
 

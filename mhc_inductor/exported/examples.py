@@ -16,32 +16,32 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.exported.inlining import bodies
-from mhc_inductor.routing.effects import ambient, modes_of
+from mhc_inductor.routing.effects import Modes, modes_of
 from mhc_inductor.routing.graph.values import example, fresh, run, tensors_in
 
 KEY = "example_value"
 
 
-def fill(gm: fx.GraphModule, needs_grad: Mapping[str, bool] | None) -> None:
+def fill(gm: fx.GraphModule, needs_grad: Mapping[str, bool], outer: Modes) -> None:
     """Runs a graph, and the bodies of its operators, on fake tensors.
 
     Args:
         gm: the graph. Its nodes hold fake values in ``meta["val"]``; the new ones are in ``meta["example_value"]``.
-        needs_grad: the inputs, by name, that may require gradients. None for a body, whose inputs are not known.
+        needs_grad: whether the inputs, by name, may require gradients; those of a body are not known.
+        outer: the modes that the graph starts in.
     """
     mode = _mode(gm)
-    modes = modes_of(gm.graph, ambient())
+    modes = modes_of(gm.graph, outer)
     with mode or contextlib.nullcontext(), compat.no_new_guards(mode):
         for node in gm.graph.nodes:
             if node.op == "placeholder":
-                grad = bool(needs_grad and needs_grad.get(node.name, False))
-                node.meta[KEY] = _like(node.meta.get("val"), grad)
+                node.meta[KEY] = _like(node.meta.get("val"), needs_grad.get(node.name, False))
             elif node.op == "call_function" or node.op == "call_method":
                 with torch.set_grad_enabled(modes[node].grad), modes[node].entered():
                     node.meta[KEY] = _run(node)
-    for body in bodies(gm):
-        fill(body, None)
+    for held in gm.graph.find_nodes(op="get_attr"):
+        if isinstance(body := getattr(gm, str(held.target), None), fx.GraphModule):
+            fill(body, {}, modes[next(iter(held.users), held)])
 
 
 def _mode(gm: fx.GraphModule) -> Any:

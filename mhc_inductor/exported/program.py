@@ -21,6 +21,7 @@ from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.report import Report
 from mhc_inductor.routing import route
 from mhc_inductor.routing.edit import Check
+from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.copies import copied
 from mhc_inductor.routing.graph.values import example, run_fake
 from mhc_inductor.routing.placement import KEPT, PASSED_ON
@@ -42,7 +43,7 @@ def routed(
     signature, calls = copy.deepcopy(program.graph_signature), copy.deepcopy(program.module_call_graph)
     spelling = Spelling(gm, _numbers(program))
     with torch.set_grad_enabled(outer):
-        examples.fill(gm, _needs_grad(program))
+        examples.fill(gm, _needs_grad(program), ambient())
         with _kept(gm, calls):
             report = route(gm, options, check=check, exported=True)
             spelling.undo()
