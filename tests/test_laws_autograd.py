@@ -19,6 +19,7 @@ from mhc_inductor.routing.interface import Match
 from tests.formulas import laws
 from tests.formulas.gated_norm import GatedNorm, norm_formula
 from tests.formulas.laws import FORMULAS, MHC, Leaves, block, check, e79, e79_leaves, mhc_leaves, normal, pre, sdpa
+from tests.tools.capture import alike
 
 SCAN, SELECTION, TRAIN = {"e79_scan": 1}, {"selection_attention": 1}, {"modes": ["train"]}
 HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -221,6 +222,12 @@ def _separate_leaves() -> Leaves:
     for name in ("phi", "bias", "alpha"):
         leaves |= {k: t for k, t in _part_leaves(name).items() if k.startswith(f"{name}_")}
     return leaves
+
+
+def test_parts_are_not_rounded_to_the_dtype_of_one() -> None:
+    given = {**(p := _separate_leaves()), "bias_pre": p["bias_pre"].float()}
+    fn = lambda *leaves: _balanced(dict(zip(given, leaves, strict=True)))  # noqa: E731
+    alike(fn, [*given.values()], ops={"mhc_pre": 1}, grad=False, within=1e-12)
 
 
 ONE = ["phi_pre", "phi_post", "phi_res", "bias_pre", "bias_res", "alpha_post", "x"]

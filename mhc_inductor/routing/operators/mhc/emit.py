@@ -213,8 +213,8 @@ class Weights:
         if missing:
             raise Mismatch(f"no {what} for h_{missing[0]}: expected those of h_pre, h_post and h_res in one tensor")
         nodes = [self._sum(role, parts[role], rows[role], what) for role in self.wanted]
-        if len({example(node).dtype for node in nodes}) > 1:
-            nodes = [self.edit.to(node, torch.float32) for node in nodes]
+        dtype = functools.reduce(torch.promote_types, (example(node).dtype for node in nodes))
+        nodes = [self.edit.to(node, dtype) for node in nodes]
         return self.edit.emit(torch.cat, nodes) if len(nodes) > 1 else nodes[0]
 
     def _stored(self, parts: Mapping[str, Piece], rows: Mapping[str, int], what: str) -> fx.Node | None:
