@@ -191,9 +191,7 @@ def test_a_projection_of_everything_goes_into_the_op_without_a_copy() -> None:
     assert got.nodes(SCAN)[0].args[3:5] == (None, None), "initial states of zeros are not handed over"
 
 
-@pytest.mark.parametrize(
-    "slices", ["chunk", "split", "step_first", "ranges", "apart", "unbound", "iterated", "batch_first"]
-)
+@pytest.mark.parametrize("slices", [*AXES["slices"]][:8])
 def test_the_four_vectors_are_found_side_by_side(slices: str) -> None:
     got, _ = _run(plain(slices=slices))
     names = {str(getattr(n.target, "__name__", n.target)) for n in got.graphs[0].graph.nodes}
@@ -218,23 +216,19 @@ def _cell(S: Tensor, M: Tensor, kvqm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _states(kvqm: Tensor) -> tuple[Tensor, Tensor]:
     n = kvqm.shape[-1] // 4
-    return kvqm.new_zeros(kvqm.shape[-2], n, n), kvqm.new_zeros(kvqm.shape[-2], n, n)
+    return kvqm.new_zeros(*kvqm.shape[:-1], n, n), kvqm.new_zeros(*kvqm.shape[:-1], n, n)
 
 
 def _kvqm(steps: int = 4, batch: int = 2, n: int = 5) -> Tensor:
     return torch.randn(steps, batch, 4 * n, generator=torch.Generator().manual_seed(3))
 
 
-def unrolled(
-    kvqm: Tensor,
-    steps: Iterable[int] | None = None,
-    after: Callable[..., tuple[Tensor, Tensor]] = lambda t, S, M, out: (S, M),
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Runs the cell on some steps; ``after`` may replace the states between two steps."""
-    S, M = _states(kvqm[0])
+def unrolled(kvqm: Tensor, steps: Any = None, after: Any = lambda t, S, M, out: (S, M), of: Any = lambda x: x) -> Any:
+    """Runs the cell on ``of`` some steps; ``after`` may replace the states between two steps."""
+    S, M = _states(of(kvqm[0]))
     outs = []
     for t in range(kvqm.shape[0]) if steps is None else steps:
-        S, M, out = _cell(S, M, kvqm[t])
+        S, M, out = _cell(S, M, of(kvqm[t]))
         outs.append(out)
         S, M = after(t, S, M, out)
     return outs, S, M
@@ -258,22 +252,28 @@ def _checkpointed(kvqm: Tensor) -> Any:
     return torch.utils.checkpoint.checkpoint(lambda x: joined(x)[0], kvqm * 2.0, use_reentrant=False)
 
 
-def _by_what_it_computes(kvqm: Tensor) -> Any:
+def _by_what_it_computes(kvqm: Tensor, gather: Callable[[list[Tensor]], Tensor] = torch.stack) -> Any:
     """Divides by the norms after the products, divides a state by 1 + exp(-z), and writes sigmoids as tanh."""
     S, M = _states(kvqm[0])
     outs = []
     for t in range(3):
         k, v, q, m = kvqm[t].chunk(4, -1)
         a, b = (1 / (u.norm(dim=-1, keepdim=True) + 1e-6) for u in (k, m))
-        d = v - torch.einsum("bij,bj->bi", S, k) * a
-        z, c = torch.einsum("bij,bj->bi", M, k) * a, torch.sigmoid(torch.einsum("bij,bi->bj", M, k) * a)
-        S = S / (1 + torch.exp(-z))[..., None] * c[:, None] + d[..., None] * (k * a)[:, None]
-        p, w = (torch.tanh(torch.einsum(f"{e}->bi", S, m) * b / 2) for e in ("bij,bj", "bji,bj"))
+        d = v - torch.einsum("...ij,...j->...i", S, k) * a
+        z, c = torch.einsum("...ij,...j->...i", M, k) * a, torch.sigmoid(torch.einsum("...ij,...i->...j", M, k) * a)
+        S = S / (1 + torch.exp(-z))[..., None] * c[..., None, :] + d[..., None] * (k * a)[..., None, :]
+        p, w = (torch.tanh(torch.einsum(f"{e},...j->...i", S, m) * b / 2) for e in ("...ij", "...ji"))
         p, w = 0.5 + 0.5 * p, (1 + w) / 2
-        M = p[..., None] * M * w[:, None] + (d - torch.einsum("bij,bj->bi", M, m * b))[..., None] * (m * b)[:, None]
-        y = torch.einsum("bij,bj->bi", S, q)
+        g = d - torch.einsum("...ij,...j->...i", M, m * b)
+        M = p[..., None] * M * w[..., None, :] + g[..., None] * (m * b)[..., None, :]
+        y = torch.einsum("...ij,...j->...i", S, q)
         outs.append(y.square() / (1 + torch.exp(-y)))
-    return torch.stack(outs), S, M
+    return gather(outs), S, M
+
+
+def _gated(x: Tensor) -> Tensor:
+    a, b = x[None].unbind()[0][:, :16].chunk(2, dim=1)
+    return F.silu(input=a) * a * b
 
 
 def _detached(t: int, S: Tensor, M: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,6 +291,10 @@ ROUTED: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
     "two loops in one graph": (_two_loops, 7, 2),
     "in a checkpoint": (_checkpointed, 4, 1),
     "found by what it computes": (_by_what_it_computes, 3, 1),
+    "without a batch": (lambda x: _by_what_it_computes(x[:, 0]), 3, 1),
+    "arguments by name": (lambda x: torch.stack(tensors=[F.silu(o) for o in unrolled(x, of=_gated)[0]]), 3, 1),
+    "q shared": (lambda x: _by_scan(x, None, *_states(x[0]), of=lambda u: (*u[:2], x[0, :, :5], u[3])), 3, 1),
+    "one of several steps": (lambda x: unrolled(x.flatten(0, 1).tanh().unflatten(0, (3, -1)), (1,))[1], 3, 1),
 }
 """Loops, the steps of their kvqm, and the scans that they become."""
 
@@ -299,6 +303,12 @@ ROUTED: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
 def test_loops_that_are_routed(name: str) -> None:
     fn, steps, scans = ROUTED[name]
     alike(fn, (_kvqm(steps),), ops={"e79_scan": scans})
+
+
+def test_outputs_side_by_side_along_one_of_two_batch_dimensions() -> None:
+    for dim in (0, 1):
+        fn = functools.partial(_by_what_it_computes, gather=functools.partial(torch.cat, dim=dim))
+        alike(fn, (_kvqm(3, 6).unflatten(1, (2, 3)),), ops=ONE, symbolic=[dim + 1], dynamic=None)
 
 
 def _states_kept(kvqm: Tensor, what: str) -> Any:
@@ -359,9 +369,7 @@ def test_outputs_fed_back_make_a_scan_of_each_step() -> None:
 def test_a_state_changed_in_place_between_steps_forbids_the_scan() -> None:
     fn = lambda kvqm: joined(kvqm, after=lambda t, S, M, out: (S[0].zero_(), (S, M))[1])  # noqa: E731
     got = alike(fn, (_kvqm(),), grad=False, within=1e-6)
-    assert all(node.args[0].meta["example_value"].shape[0] == 1 for node in got.nodes(SCAN)), (
-        "steps joined over a change"
-    )
+    assert all(n.args[0].meta["example_value"].shape[0] == 1 for n in got.nodes(SCAN)), "steps joined over a change"
 
 
 def test_a_buffer_that_is_read_while_it_is_filled_stays_one() -> None:
@@ -399,13 +407,13 @@ def test_an_ordinary_recurrence_is_no_near_miss() -> None:
 # --- the higher-order scan, and the op itself ----------------------------------------------------------------
 
 
-def _by_scan(kvqm: Tensor, b: Any, S: Tensor, M: Tensor, mutant: str = "") -> tuple[Tensor, Tensor, Tensor]:
+def _by_scan(kvqm: Tensor, b: Any, S: Tensor, M: Tensor, mutant: str = "", of: Any = tuple) -> Any:
     """Runs the cell as the body of a scan, with its vectors as four tensors."""
     norm = AXES["norm"]["method"]
     loop = dataclasses.replace(plain(), mutant=mutant)
 
     def body(state: tuple[Tensor, Tensor], x: tuple[Tensor, ...]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        k, v, q, m = x
+        k, v, q, m = of(x)
         S, M, out = loop.part("step")(loop, 0, *state, norm(k), v, q, norm(m), b, b)
         return (S, M), out
 

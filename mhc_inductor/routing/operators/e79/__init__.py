@@ -99,8 +99,7 @@ class E79Scan:
         try:
             found.append(match_of(self.view, one))
         except (Mismatch, Unsupported) as error:
-            if not isinstance(error, Mismatch) or error.reason:
-                found.append(_miss(error, self.view.value(known[one.steps[0].M_new]), _VIEWS.format("steps")))
+            found.append(_miss(error, self.view.value(known[one.steps[0].M_new]), _VIEWS.format("steps")))
         return found
 
 

@@ -14,10 +14,9 @@ from mhc_inductor import compat
 from mhc_inductor.ops.e79 import segment_length
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.expressions import aten
-from mhc_inductor.routing.graph.index import ONE
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.interface import Match, Mismatch
+from mhc_inductor.routing.interface import Match
 from mhc_inductor.routing.operators.e79.inputs import Inputs, Packing, of_steps
 from mhc_inductor.routing.operators.e79.loop import OP, Chain
 from mhc_inductor.routing.operators.e79.outputs import Outputs, Stack, Uses, check_closed, unasked
@@ -43,11 +42,7 @@ def match_of(view: View, one: Chain) -> Match:
     inputs, outputs = of_steps(view, one.frame, one.steps), Uses(view, one).find()
     states = {}
     for name, value in (("S", first.S), ("M", first.M)):
-        if known.get(value) is None:
-            raise Mismatch(f"the initial {name} is inside a composite operation", value)
         states[name] = given(view, value, known[value])
-    if not outputs.nodes:
-        raise Mismatch("")
     sources = [*inputs.sources, *outputs.sources, *(node for node in states.values() if node is not None)]
     check_closed(view, one, sources, outputs.nodes)
     return Match(
@@ -140,15 +135,8 @@ def stacked(edit: Edit, out: fx.Node, stack: Stack, node: fx.Node) -> fx.Node:
     """Returns the op's output ``[T, B, n]`` with the dimensions of ``node``, which stacks the steps' outputs."""
     wanted, dim = list(example(node).shape), stack.dim
     inner = wanted[:dim] + wanted[dim + 1 :]
-    value = edit.view.value(node)
+    value, steps = edit.view.value(node), example(out).shape[0]
     if value is not None and value.func is aten.cat.default:
-        inner.insert(dim, 1 if stack.piece.shape[dim] == ONE else _size(out, stack.piece.shape[dim]))
-    spread = edit.shaped(out, [example(out).shape[0], *inner], out)
+        inner.insert(dim, wanted[dim] // steps)
+    spread = edit.shaped(out, [steps, *inner], out)
     return edit.emit("permute", spread, *range(1, dim + 1), 0, *range(dim + 1, len(inner) + 1)) if dim else spread
-
-
-def _size(out: fx.Node, size: Any) -> Any:
-    """Returns a size of a piece as a number, or as the dynamic size in the shape of the op's output."""
-    if not size.symbols:
-        return size.factor
-    return next((s for s in example(out).shape if not isinstance(s, int)), None)

@@ -44,7 +44,7 @@ def arguments(view: View, node: fx.Node, kwargs: dict[str, Any], batched: Sequen
     Changes ``kwargs`` accordingly. Raises Mismatch where the call cannot run over all steps.
     """
     name, args = name_of(node), node.args
-    first, rest = args[0], args[1:]
+    first, rest = (args[0], args[1:]) if args else (kwargs.get("input"), ())
     alone = list(batched) == [first]
     if alone and name in _UNARY and not any(isinstance(a, fx.Node) for a in rest):
         return args

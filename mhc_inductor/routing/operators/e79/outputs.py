@@ -26,13 +26,12 @@ _NEAR = 4
 
 @dataclasses.dataclass
 class Stack:
-    """A node that stacks the outputs of all steps along ``dim``; ``piece`` is the part of the first step.
+    """A node that stacks the outputs of all steps along ``dim``.
 
     With a ``plan``, the pieces are computed from the outputs of all steps at once.
     """
 
     dim: int
-    piece: Value
     row: tuple[fx.Node, ...] = ()
     plan: Plan | None = None
 
@@ -139,11 +138,12 @@ class Uses:
         each = zip(pieces, self.one.steps, strict=True)
         if not all(step.out is not None and shows(piece, step.out) for piece, step in each):
             return None
-        return Stack(dim, pieces[0])
+        return Stack(dim)
 
     def _computed(self, node: fx.Node, outs: tuple[fx.Node, ...], inner: set[fx.Node]) -> Stack | None:
         """Returns ``node`` as a stack of what every step computes from its output in the same way, or None."""
-        row: Any = tuple(node.args[0]) if node.target is torch.stack and isinstance(node.args[0], (tuple, list)) else ()
+        given = next(iter(node.args), node.kwargs.get("tensors")) if node.target is torch.stack else ()
+        row: Any = tuple(given) if isinstance(given, (tuple, list)) else ()
         if len(row) != len(outs) or len(row) < 2 or not all(isinstance(n, fx.Node) for n in row):
             return None
         plan = planned(self.view, row, outs)
@@ -155,7 +155,7 @@ class Uses:
             return None
         value = self.view.value(row[0])
         dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-        return Stack(dim % (len(value.shape) + 1), value, row, plan) if value is not None else None
+        return Stack(dim % (len(value.shape) + 1), row, plan) if value is not None else None
 
     def _inner(self, node: fx.Node, outs: Collection[fx.Node]) -> set[fx.Node]:
         """Returns the nodes on the paths from ``outs`` to ``node``, including ``node``."""
