@@ -63,14 +63,11 @@ def _hidden_rows(mask: Any, softmax: Value) -> bool:
     reduced = ANY if inner is not mask else ALL
     if not isinstance(inner, Value) or inner.func not in reduced or softmax.func is not aten._softmax.default:
         return False
-    at = inner.args[0]
-    if over(inner, at, *reduced) != softmax.args[1] % len(softmax.shape):
-        return False
+    at, same = inner.args[0], over(inner, inner.args[0], *reduced) == softmax.args[1] % len(softmax.shape)
     if inner is not mask:
         at = at.args[0] if isinstance(at, Value) and at.func in NOT else None
-    if not isinstance(at, Value) or at.func is not aten.eq.Scalar or constant_of(at.args[1]) != -math.inf:
-        return False
-    return behind_ops(at.args[0], CASTS) is behind_ops(softmax.args[0], CASTS)
+    same = same and isinstance(at, Value) and at.func is aten.eq.Scalar and constant_of(at.args[1]) == -math.inf
+    return same and behind_ops(at.args[0], CASTS) is behind_ops(softmax.args[0], CASTS)
 
 
 def over(value: Any, of: Value, *funcs: Any, through: Any = ()) -> int | None:
