@@ -113,6 +113,36 @@ def test_bf16(name: str) -> None:
     as_exact(name, detached({**LISTED, **WHOLE}[name]), inputs(dtype=torch.bfloat16, empty=True))
 
 
+KINDS = {
+    "fp64": ((torch.float64, torch.float64, torch.float64), 1e-13),
+    "fp32_in_fp64": ((torch.float64, torch.float32, torch.float32), 1e-13),
+    "bf16_in_fp32": ((torch.float32, torch.bfloat16, torch.bfloat16), 2e-6),
+    "whole_numbers": ((torch.float32, torch.int32, torch.int32), 2e-6),
+    "truth_values": ((torch.float32, torch.bool, torch.bool), 2e-6),
+    "rounded_then_not": ((torch.bfloat16, torch.int32, torch.float32), 2e-2),
+    "fp64_in_fp32": ((torch.float32, torch.float64, torch.float32), 0.0),
+}
+
+
+@pytest.mark.parametrize("chooses", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_numbers_of_other_dtypes_added_one_by_one(name: str, chooses: bool) -> None:
+    """Each number is added in the dtype of the scores, whatever its own is; fp64 is not rounded to fp32."""
+
+    def form(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, a: Tensor, b: Tensor, at: Tensor) -> Tensor:
+        scores = q @ k.mT * 0.3 + a.detach() + b.detach()
+        if chooses:
+            return (scores + chosen(q, k, at)).softmax(-1).to(v.dtype) @ v
+        scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+        return scores.softmax(-1)[..., :-1].to(v.dtype) @ v
+
+    ((dtype, *others), within), (*tensors, _, at) = KINDS[name], inputs()
+    numbers = torch.randn(2, 1, 1, S, S, generator=torch.Generator().manual_seed(6), dtype=torch.float64) * 3
+    added = [t.to(other) for t, other in zip(numbers, others, strict=True)]
+    ops = {"selection_attention": 1} if within else {}
+    capture.alike(form, [*(t.to(dtype) for t in tensors), *added, at], ops=ops, within=within)
+
+
 # --- segments of keys, each under masks of its own ------------------------------------------------------------------
 
 Segments = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -78,6 +78,9 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     dtype = functools.reduce(torch.promote_types, [source.dtype for source in sources])
     if torch.finfo(one.out.dtype).bits > torch.finfo(dtype).bits and not edit.narrowed(one.out.node, dtype):
         dtype = one.out.dtype
+    beside = [x.ref.value for x in one.layers if x.shows is None] + ([] if one.sink is None else [one.sink.value])
+    if dtype is not torch.float64 and any(x.dtype is torch.float64 for x in beside):
+        raise Mismatch("a mask or sink is float64 and q is not: the op would compute the softmax in float32", one.out)
     device = example(one.out.node).device
     one.compared = _compared(edit, one, device.type, dtype)
     plain = [ref for ref in data_of(one) if one.t not in variables_of(ref)]
@@ -130,11 +133,11 @@ def _call(
 
     if one.entries is None:
         return called("selection_attention", value, checked(ranges(layouts, one, device)), sink, None, None, one.scale)
-    held = None if inside else value
+    held, wide = None if inside else value, torch.promote_types(example(query).dtype, torch.float32)
     width = layouts.size(product_of(v.size for v in one.feature)) if one.absorbed is None else one.absorbed.width
     if one.whole:
-        return called("selection_mask_attention", held, mask(layouts, one, device), sink, one.scale, width)
-    keys, bias = lists(layouts, one, device)
+        return called("selection_mask_attention", held, mask(layouts, one, device, wide), sink, one.scale, width)
+    keys, bias = lists(layouts, one, device, wide)
     keys = checked(keys)
     if bias is None:
         return called("selection_list_attention", held, keys, sink, None, None, None, None, one.scale, width)
@@ -149,7 +152,7 @@ def _call(
         return listed
     seen = edit.emit(operator.gt, listed[1], SEEN)
     hidden = edit.emit("unsqueeze", edit.emit("all", seen, -1), -1)
-    rest = edit.emit("masked_fill", mask(layouts, one, device), hidden, -math.inf)
+    rest = edit.emit("masked_fill", mask(layouts, one, device, wide), hidden, -math.inf)
     other = called("selection_mask_attention", held, rest, sink, one.scale, width)
     o, lse = (
         edit.emit(torch.where, x, a, b)

@@ -118,7 +118,7 @@ class Fills:
             return None
         if self.safe or not any(f.added for f in infinite):
             return Rows.ZERO
-        return Rows.ZERO_SCORES if len(self.found) == 1 else Rows.ZERO_MIXED
+        return Rows.ZERO_SCORES if len({(f.value, f.added) for f in self.found}) == 1 else Rows.ZERO_MIXED
 
     def rows(self, where: Value) -> Rows:
         """Returns what a row without a visible key gives. Raises Mismatch if that depends on more than V."""
@@ -127,7 +127,7 @@ class Fills:
         unknown = Mismatch(_UNKNOWN.format(said), where)
         if len(kinds) != 1:
             raise unknown
-        (only,) = self.found
+        only = max(self.found, key=lambda f: torch.finfo(f.dtype).bits)
         if only.value == -math.inf:
             return Rows.NAN_SCORES if only.added else Rows.NAN
         if not only.added:

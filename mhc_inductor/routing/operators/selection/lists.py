@@ -95,20 +95,22 @@ def _implied(condition: Literal, each: Interval) -> bool:
     return any(high.terms == frozenset({(a, w)}) and high.offset <= w for high in each.uppers for _, w in high.terms)
 
 
-def lists(layouts: Layouts, one: Found, device: torch.device) -> tuple[fx.Node, fx.Node | None]:
+def lists(layouts: Layouts, one: Found, device: torch.device, wide: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
     """Returns the entries of all intervals of an attention, -1 for one that is not visible, and the bias of each entry.
 
-    The bias is None where no mask has to be read at the entries.
+    The bias is None where no mask has to be read at the entries; else it is ``wide``.
     """
     assert one.entries is not None
-    parts = [_entries_of(layouts, one, each, device) for each in one.entries]
+    parts = [_entries_of(layouts, one, each, device, wide) for each in one.entries]
     if not parts:
         raise Unsupported
     keys, biases = zip(*parts, strict=True)
     return layouts.cat(keys, -1), None if biases[0] is None else layouts.cat(biases, -1)
 
 
-def _entries_of(layouts: Layouts, one: Found, each: Entries, device: torch.device) -> tuple[fx.Node, fx.Node | None]:
+def _entries_of(
+    layouts: Layouts, one: Found, each: Entries, device: torch.device, wide: torch.dtype
+) -> tuple[fx.Node, fx.Node | None]:
     """Emits the entries of one interval: its candidates, with -1 in place of those that are not visible, and a bias."""
     emit = layouts.edit.emit
     step = Var(_width(layouts, each, device))
@@ -126,11 +128,11 @@ def _entries_of(layouts: Layouts, one: Found, each: Entries, device: torch.devic
         node = emit(torch.where, visible, node, -1)
     sizes = [layouts.size(v.size) for v in order]
     keys = layouts.joined(emit("expand", node, *sizes), lead)
-    bias = _bias(numbers, one, step)
+    bias = _bias(numbers, one, step, wide)
     return keys, None if bias is None else layouts.joined(emit("expand", bias, *sizes), lead)
 
 
-def _bias(numbers: Numbers, one: Found, step: Var) -> fx.Node | None:
+def _bias(numbers: Numbers, one: Found, step: Var, wide: torch.dtype) -> fx.Node | None:
     """Returns the sum of the masks that are read as data at the entries, None without such a mask.
 
     ``step`` is the place in an interval, and so in a gathered block.
@@ -138,12 +140,12 @@ def _bias(numbers: Numbers, one: Found, step: Var) -> fx.Node | None:
     emit, masks = numbers.emit, [x for x in one.layers if not x.exact]
     if not masks and not one.gathered:
         return None
-    total = emit(torch.zeros, [1] * len(numbers.order), dtype=torch.float32, device=numbers.device)
+    total = emit(torch.zeros, [1] * len(numbers.order), dtype=wide, device=numbers.device)
     for mask in masks:
         part = _inside(numbers, mask, mask.ref if one.inner is None else placed(mask.ref, one.inner, var(step)))
         if mask.shows is not None:
             part = emit(torch.where, emit(operator.eq, part, mask.shows), 0.0, -math.inf)
-        part = emit("to", part, torch.float32)
+        part = emit("to", part, wide)
         total = emit(operator.add, total, part if mask.factor == 1.0 else emit(operator.mul, part, mask.factor))
     return total
 
@@ -180,8 +182,8 @@ def _conditions(numbers: Numbers, one: Found, each: Entries, key: fx.Node) -> li
     ]
 
 
-def mask(layouts: Layouts, one: Found, device: torch.device) -> fx.Node:
-    """Returns the masks on the scores as one mask [B or 1, S, G or 1, T], a sum unless all of them are boolean."""
+def mask(layouts: Layouts, one: Found, device: torch.device, wide: torch.dtype) -> fx.Node:
+    """Returns the masks on the scores as one mask [B or 1, S, G or 1, T], unless all hide keys a sum, ``wide`` if of several."""
     emit = layouts.edit.emit
     laid = [(_laid(layouts, one, x, device), x.shows) for x in one.layers]
     seen = [node if want else emit(torch.logical_not, node) for node, want in laid if want is not None]
@@ -190,6 +192,8 @@ def mask(layouts: Layouts, one: Found, device: torch.device) -> fx.Node:
     if not added:
         assert visible is not None
         return visible
+    if len(added) > 1 or not example(added[0]).dtype.is_floating_point:
+        added = [layouts.edit.to(node, wide) for node in added]
     total = functools.reduce(lambda a, b: emit(operator.add, a, b), added)
     return total if visible is None else emit(torch.where, visible, total, -math.inf)
 
