@@ -397,6 +397,13 @@ def test_a_choice_in_a_branch_is_refused(autograd_only):
         call(torch.ones(3), *given)
 
 
+@pytest.mark.parametrize("options", [{"dim": 1}, {"dim": -2}, {"largest": False}])
+def test_a_topk_over_queries_or_of_the_lowest_is_no_choice_of_keys(options, autograd_only):
+    model = Model(1, read=lambda scores: scores >= scores.topk(3, **options).values.sum())
+    with pytest.raises(RuntimeError, match=r"nothing was recorded"), recorded_indices():
+        torch.compile(model, backend="mhc_inductor")(states())
+
+
 def test_another_backend_is_noticed(autograd_only):
     call = torch.compile(mhc_inductor.index_topk, backend="aot_eager")
     given = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 2), 3

@@ -34,6 +34,8 @@ _MASKS = re.compile("i?add|i?sub|mul|truediv|masked_fill|where|to|float|type_as|
 """Calls that may stand between scores and their ``topk``: they hide keys, or change no order."""
 _LOWEST, _FILL = -1e30, -1e4
 """No visible key's score is below the first; a mask adds less than the second to a hidden key's score alone."""
+_BEST_KEYS = ((-1, True), (2, True))
+"""Arguments ``dim`` and ``largest`` of a ``topk`` that ranks the keys of index scores, the best first."""
 
 as_ops = Change(lambda: replace(IndexOperator, "faster_as_written", lambda _: lambda *_: False))
 """Context in which every recognised indexer becomes an op, also where a CPU would run its formula."""
@@ -134,8 +136,10 @@ def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _ranking(node: fx.Node) -> list[fx.Node]:
-    """Returns the calls from index scores [B, S, T] to what a ``topk`` ranks, or [] for another node."""
-    if name_of(node).partition(".")[0] != "topk":
+    """Returns the calls from index scores [B, S, T] to what a ``topk`` of keys ranks, or [] for another node."""
+    given = dict(zip(("input", "k", "dim", "largest"), node.args, strict=False)) | node.kwargs
+    how = given.get("dim", -1), given.get("largest", True)
+    if name_of(node).partition(".")[0] != "topk" or how not in _BEST_KEYS:
         return []
     path = _path(node.all_input_nodes[0])
     return path if path and example(path[0]).shape == example(path[-1]).shape else []
