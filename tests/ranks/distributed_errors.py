@@ -75,6 +75,7 @@ def _bad_calls() -> dict[str, tuple[Callable[..., Any], str]]:
             f"ValueError: index_scores: {there} mask must broadcast to [B, S, T] with T = {3 * ranks()}",
         ),
         "topk": (lambda: cp.index_topk(*index, 3 * ranks() + 1), "ValueError: index_topk: topk must be at most T"),
+        "long topks": (lambda: cp.index_topk(*index, 10**120 + me()), f"ValueError: index_topk: topk {same} 1000"),
         "topks": (
             lambda: cp.index_topk(*index, on_last(-1, 2)),
             f"ValueError: index_topk: {there} topk must be at least 0",
