@@ -183,7 +183,7 @@ def _conditions(numbers: Numbers, one: Found, each: Entries, key: fx.Node) -> li
 
 
 def mask(layouts: Layouts, one: Found, device: torch.device, wide: torch.dtype) -> fx.Node:
-    """Returns the masks on the scores as one mask [B or 1, S, G or 1, T], unless all hide keys a sum, ``wide`` if of several."""
+    """Returns the masks on the scores as one [B or 1, S, G or 1, T]: bool if all hide keys; else a sum, ``wide`` if of several."""
     emit = layouts.edit.emit
     laid = [(_laid(layouts, one, x, device), x.shows) for x in one.layers]
     seen = [node if want else emit(torch.logical_not, node) for node, want in laid if want is not None]
