@@ -24,6 +24,8 @@ from typing import Any, cast
 
 import torch
 
+from mhc_inductor.compat.shared import tracing as tracing
+
 
 def onnx_exporting() -> bool:
     """Returns whether ``torch.onnx.export`` runs.

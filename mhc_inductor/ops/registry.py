@@ -228,7 +228,7 @@ def _traced(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
         if compat.ops.onnx_exporting():
             _refuse_consumer("torch.onnx.export", name)
         sharding.register_if_used()  # inference mode skips the autograd kernel; DTensor calls this before it looks
-        if compat.tracing():
+        if compat.ops.tracing():
             for prepare in BEFORE_TRACE:
                 prepare()
         return fake(*args)
