@@ -72,8 +72,8 @@ def test_only_operators_name_operators(file: pathlib.Path) -> None:
 
 
 BUDGETS = {
-    ".": 20_859, "masks": 2_419, "operators/selection": 4_634,
-    "operators/index": 1_587, "operators/mhc": 3_337, "operators/e79": 2_142,
+    ".": 20_820, "masks": 2_390, "operators/selection": 4_633,
+    "operators/index": 1_587, "operators/mhc": 3_337, "operators/e79": 2_129,
 }  # fmt: skip
 """Lines that a folder may have: what it has, so that it can only shrink. docs/design.md (11 and 16) has the aims."""
 

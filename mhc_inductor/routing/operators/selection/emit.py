@@ -48,10 +48,7 @@ _LATER = (
 
 
 def inputs_of(one: Found) -> list[Value]:
-    """Returns the tensors that the op reads.
-
-    They are q, k, v, the tensors that determine which keys a query sees, and those that are range-checked.
-    """
+    """Returns what the op reads: q, k, v, what determines which keys a query sees, and what is range-checked."""
     refs = [*(source.ref for source in read(one)), *data_of(one)]
     refs += [] if one.sink is None else [sink_of(one).ref]
     return list(dict.fromkeys([*(x for ref in refs for x in held(ref.value)), *one.masks.indices.values()]))
